@@ -1,0 +1,57 @@
+"""EngineConfig: everything about an engine that is fixed once it runs. Knows no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MiB = 1 << 20
+
+
+class EngineConfig(BaseModel):
+    """How an engine runs. Frozen; an unknown key is an error (`pydantic.ValidationError`)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    device: Literal["auto", "cpu"] = "auto"
+    """Where the model computes. "auto" is the best device that motet has a backend for: the CPU today."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights, activations and KV cache. "auto" is float32, for which greedy output is exact;
+    bfloat16 halves the memory and stands outside the exactness promise."""
+
+    threads: int | None = Field(default=None, ge=1)
+    """Compute threads of the engine. None: torch's own choice (the physical cores)."""
+
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Longest prompt and answer together, in tokens. None: the model's own context length."""
+
+    max_num_seqs: int = Field(default=64, ge=1)
+    """Most requests that run in one step."""
+
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """Token budget of one step, prefill chunks and decodes together. None: 128 on a CPU.
+    At least `max_num_seqs` is needed so that every running request can advance in each step."""
+
+    block_size: int = Field(default=16, ge=1, le=1024)
+    """Tokens in a KV block."""
+
+    kv_cache_bytes: int | None = Field(default=None, ge=1)
+    """Memory for the KV cache. None: what `max_num_seqs` full contexts need, at most a quarter of the
+    free memory (logged once)."""
+
+    enable_prefix_caching: bool = True
+    """Whether full KV blocks are kept after use and shared by equal prefixes of one tenant and adapter."""
+
+    policy: Literal["priority", "fcfs"] = "priority"
+    """Order of service: "priority" is larger `priority` first, then arrival; "fcfs" is arrival alone."""
+
+    max_waiting: int | None = Field(default=None, ge=0)
+    """Most requests that may wait to run; one more raises `QueueFull`. None: no limit."""
+
+    adapter_bytes: int = Field(default=512 * MiB, ge=0)
+    """Memory for adapter weights on the device. Taken from the system only as adapters fill it."""
+
+    seed: int = Field(default=0, ge=0, lt=1 << 64)
+    """Where the seeds of sampled requests without a `seed` of their own come from, in order of arrival."""

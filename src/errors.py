@@ -1,0 +1,118 @@
+"""Every error that motet raises on purpose.
+
+::
+
+    MotetError
+    ├── InvalidRequest (also a ValueError)   the caller's arguments cannot be served
+    │   └── PromptTooLong
+    ├── AdapterError
+    │   ├── AdapterNotFound                  no adapter of that name is loaded
+    │   ├── AdapterExists                    the name is taken and `replace` was not given
+    │   ├── AdapterLoadError                 missing, damaged or ill-fitting files; or no room
+    │   └── UnsupportedAdapter               a PEFT feature that motet does not compute
+    ├── ModelError
+    │   ├── ModelNotFound
+    │   ├── UnsupportedModel
+    │   └── CorruptCheckpoint                a tensor is missing, short or belongs to nothing
+    ├── RequestFailed                        one request ended without its answer; others go on
+    │   ├── DeadlineExceeded
+    │   └── RequestAborted
+    ├── QueueFull                            too many requests wait; `retry_after` in seconds
+    ├── EngineClosed                         not started yet, closing, or closed
+    └── EngineDead                           a step failed for all; `cause` is what it raised
+
+Values that no engine could accept (a negative temperature, an unknown key) are refused earlier, by
+`SamplingParams` and `EngineConfig` themselves, with pydantic's `ValidationError`.
+"""
+
+from __future__ import annotations
+
+
+class MotetError(Exception):
+    """Base of every error that motet raises on purpose."""
+
+
+class InvalidRequest(MotetError, ValueError):
+    """The request's arguments cannot be served; the message says which and what would do."""
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt leaves no room for an answer in the model's context or in the KV cache."""
+
+
+class AdapterError(MotetError):
+    """Base of the adapter errors."""
+
+
+class AdapterNotFound(AdapterError):
+    """No adapter of that name is loaded."""
+
+
+class AdapterExists(AdapterError):
+    """The name is taken; `replace=True` loads a new generation under it."""
+
+
+class AdapterLoadError(AdapterError):
+    """The adapter's files are missing, damaged or made for another model, or there is no room for it."""
+
+
+class UnsupportedAdapter(AdapterError):
+    """The adapter is sound but uses a PEFT feature that motet does not compute exactly."""
+
+
+class ModelError(MotetError):
+    """Base of the model errors."""
+
+
+class ModelNotFound(ModelError):
+    """There is no model at that place."""
+
+
+class UnsupportedModel(ModelError):
+    """The model's architecture or one of its features is not supported; the message lists what is."""
+
+
+class CorruptCheckpoint(ModelError):
+    """The checkpoint lacks a tensor, holds one of a wrong shape or one that binds to nothing."""
+
+
+class RequestFailed(MotetError):
+    """One request ended without its answer; other requests are not touched."""
+
+
+class DeadlineExceeded(RequestFailed):
+    """The request's deadline passed before it was done."""
+
+
+class RequestAborted(RequestFailed):
+    """The request was cancelled, by its stream or by `AsyncEngine.abort`."""
+
+
+class QueueFull(MotetError):
+    """As many requests wait as `EngineConfig.max_waiting` allows.
+
+    `retry_after` is an estimate in seconds of when a place may be free.
+    """
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineClosed(MotetError):
+    """The engine is not running: it was never started, or it is closing or closed."""
+
+
+class EngineDead(MotetError):
+    """The engine's thread failed and took every request with it.
+
+    `cause` is the exception that ended it (also `__cause__`). `aclose()` and `start()` still work.
+    """
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(
+            f"the engine died of {type(cause).__name__}: {cause}. Close it with `await engine.aclose()`; "
+            "`await engine.start()` brings it back empty"
+        )
+        self.cause = cause
+        self.__cause__ = cause
