@@ -1,0 +1,171 @@
+"""`Ops`: every operation that a model is made of, as one interface with one method per op.
+
+`select_ops` returns an instance that is handed to the model, so two engines on two devices live in one
+process. A model calls ops and never asks which backend it has.
+
+Throughout: T = tokens (rows) of a step, S = sequences of a step, `-1` = padding or no adapter. Tensors are
+row-major; a backend owns the layout of what it makes itself (packed weights, KV caches, attention plans).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+KVCache = Any
+"""One layer's keys and values; only the backend that made it looks inside."""
+
+AttentionPlan = Any
+"""What a backend works out once per step for the attention of all layers."""
+
+
+class LoRASlices(NamedTuple):
+    """Where one packed linear's adapter weights lie in the arena, for every adapter slot.
+
+    A linear packed from P projections (q, k and v, say) has P slices with weights and ranks of their own.
+    For adapter slot s and slice p, with r = `rank[s, p]` (0: not adapted):
+    A is `arena[a_offset[s, p]:][: r * in_features]` seen as [r, in_features];
+    B is `arena[b_offset[s, p]:][: out * r]` seen as [out, r], the adapter's scaling folded in.
+    """
+
+    a_offset: Tensor  # [slots, P] int64, in elements
+    b_offset: Tensor  # [slots, P] int64, in elements
+    rank: Tensor  # [slots, P] int64
+    columns: tuple[tuple[int, int], ...]  # P times (first, last + 1) column of the linear's output
+
+
+class SamplingRows(NamedTuple):
+    """How to choose one token for each of R rows of logits."""
+
+    temperature: Tensor  # [R] float32; 0 = greedy
+    top_k: Tensor  # [R] int64; 0 = all
+    top_p: Tensor  # [R] float32; 1 = all
+    min_p: Tensor  # [R] float32; 0 = all
+    uniform: Tensor  # [R] float64 in [0, 1), see `motet.kernels.philox`
+
+
+class Ops(ABC):
+    """One backend on one device with one dtype D (of weights, activations and KV cache)."""
+
+    name: str
+    """What `EngineStats.backend` shows."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @abstractmethod
+    def pack_linear(self, weight: Tensor) -> Tensor:
+        """The weight [N, K] as this backend likes it best; may take the memory over. Only `linear` reads it."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """y = x · weightᵀ (+ bias). x [T, K], weight [N, K] (packed or plain), bias [N] -> [T, N], all D."""
+
+    @abstractmethod
+    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+        """table[ids]. ids [T] int64, table [V, H] D -> [T, H] D."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x²) + eps) · weight over the last axis, summed in float32 (arXiv 1910.07467).
+
+        x [T, H] D, weight [H] D -> [T, H] D.
+        """
+
+    @abstractmethod
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual += x, in place; then `rms_norm(residual)`. Shapes as there."""
+
+    @abstractmethod
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """silu(x[:, :N]) · x[:, N:] (SwiGLU, arXiv 2002.05202). x [T, 2N] D -> [T, N] D."""
+
+    @abstractmethod
+    def new_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVCache:
+        """An empty cache of one layer, in D. Slot = block_id · block_size + offset in the block."""
+
+    @abstractmethod
+    def rope_and_store_kv(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv: KVCache,
+        slot_mapping: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+    ) -> Tensor:
+        """Rotates q and k (halves layout, arXiv 2104.09864) and stores k and v in their KV slots.
+
+        qkv [T, (num_heads + 2 num_kv_heads) · head_dim] D: q, k, v side by side, rotated in place;
+        cos, sin [T, head_dim / 2] float32; slot_mapping [T] int64, a row with -1 stores nothing.
+        Returns q as [T, num_heads, head_dim] (it may share qkv's memory).
+        """
+
+    @abstractmethod
+    def plan_attention(
+        self, cu_seqlens_q: Tensor, seq_lens: Tensor, block_tables: Tensor, block_size: int
+    ) -> AttentionPlan:
+        """Prepares `paged_attention` for one step; the plan serves all layers.
+
+        cu_seqlens_q [S + 1] int64: sequence s owns the rows cu_seqlens_q[s] to cu_seqlens_q[s + 1], at least
+        one; seq_lens [S] int64: tokens in the cache, this step's included; block_tables [S, B] int64, -1
+        behind the last block. All three on the CPU.
+        """
+
+    @abstractmethod
+    def paged_attention(self, q: Tensor, kv: KVCache, plan: AttentionPlan, scale: float) -> Tensor:
+        """softmax(scale · q · kᵀ) · v, causal, over each sequence's own blocks (arXiv 2309.06180).
+
+        q [T, num_heads, head_dim] D; the i-th of a sequence's n rows sees its first seq_len - n + i + 1
+        tokens; num_heads is a multiple of the cache's KV heads (GQA). Memory outside those tokens may hold
+        anything, NaN included. Returns [T, num_heads · head_dim] D.
+        """
+
+    @abstractmethod
+    def lora_shrink(self, x: Tensor, arena: Tensor, slices: LoRASlices, segments: Tensor) -> Tensor:
+        """h[t, p] = A[slot of t, p] · x[t]: the first half of the mixed-adapter product (SGMV, arXiv 2310.18547).
+
+        x [T, K] D; arena: flat, D; segments [n, 3] int64 on the CPU: (slot, first row, last row + 1), without
+        overlap. Rows in no segment cost nothing. Returns h [T, P, R] with R the largest rank in the step;
+        columns beyond a row's own rank, and rows in no segment, hold anything.
+        """
+
+    @abstractmethod
+    def lora_expand(
+        self, h: Tensor, arena: Tensor, slices: LoRASlices, segments: Tensor, out: Tensor
+    ) -> None:
+        """out[t, columns of p] += B[slot of t, p] · h[t, p], in place: the second half of SGMV.
+
+        h from `lora_shrink` with the same slices and segments; out [T, N] D.
+        """
+
+    @abstractmethod
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """One token id per row. logits [R, V] float32 -> [R] int64; logits are not kept.
+
+        p = softmax(logits / temperature) is cut to the top_k likeliest, of those to the smallest set of the
+        likeliest whose share reaches top_p, of those to p >= min_p · max p; never to fewer than one (equals
+        stand in the order of their ids). The draw is the first id at which the cumulative probability, in the
+        order of ids, exceeds uniform · total.
+        """
+
+    @abstractmethod
+    def logprobs(self, logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """log softmax(logits) of the chosen ids and of the k likeliest.
+
+        logits [R, V] float32, chosen [R] int64 -> chosen's [R], ids [R, k] int64 and theirs [R, k] float32,
+        likeliest first.
+        """
+
+
+def select_ops(device: str, dtype: str) -> Ops:
+    """The best backend for a device and dtype ("auto" or a name, as in `EngineConfig`)."""
+    from motet.kernels.reference import ReferenceOps
+
+    if device not in ("auto", "cpu"):
+        raise ValueError(f"no backend for device {device!r}; there is one for 'cpu'")
+    return ReferenceOps(torch.device("cpu"), torch.bfloat16 if dtype == "bfloat16" else torch.float32)

@@ -1,0 +1,209 @@
+"""The reference backend: what each op means, in plain torch. It runs anywhere and is every kernel's oracle."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from motet.kernels.ops import LoRASlices, Ops, SamplingRows
+from torch import Tensor
+
+
+class ReferenceKV(NamedTuple):
+    """[slots + 1, num_kv_heads, head_dim] each. The last row takes what padding (slot -1) stores."""
+
+    k: Tensor
+    v: Tensor
+
+
+class AttentionGroup(NamedTuple):
+    """Sequences of like shape, padded to one: a batched call each keeps Python out of the inner loop."""
+
+    rows: Tensor  # [n, Q] int64: rows of q; padding repeats the sequence's last row
+    slots: Tensor  # [n * L] int64: KV slots; padding repeats the sequence's last slot, so it is never foreign
+    mask: Tensor  # [n, 1, Q, L] D: 0 where visible, -inf elsewhere
+
+
+class ReferenceOps(Ops):
+    name = "reference"
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        self.dtype = dtype
+
+    def pack_linear(self, weight: Tensor) -> Tensor:
+        # The same [N, K], stored column by column: MKL's products with 4 to 63 rows run twice as fast so.
+        return weight.t().contiguous().t()
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight.is_contiguous() and 4 <= x.shape[0] < 64:
+            # An unpacked weight (a tied embedding): for few rows MKL is faster on the transposed product.
+            y = (weight @ x.t()).t()
+            return y if bias is None else y + bias
+        return F.linear(x, weight, bias)
+
+    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+        return F.embedding(ids, table)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+        return weight * y.to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        residual += x
+        return self.rms_norm(residual, weight, eps)
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def new_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> ReferenceKV:
+        shape = (num_blocks * block_size + 1, num_kv_heads, head_dim)
+        return ReferenceKV(*(torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2)))
+
+    def rope_and_store_kv(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv: ReferenceKV,
+        slot_mapping: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+    ) -> Tensor:
+        heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
+        qk = heads[:, : num_heads + num_kv_heads]
+        first, second = qk.chunk(2, dim=-1)
+        cos, sin = cos[:, None].to(qkv.dtype), sin[:, None].to(qkv.dtype)
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        kv.k[slot_mapping] = rotated[:, num_heads:]
+        kv.v[slot_mapping] = heads[:, num_heads + num_kv_heads :]
+        qk.copy_(rotated)
+        return rotated[:, :num_heads]
+
+    def plan_attention(
+        self, cu_seqlens_q: Tensor, seq_lens: Tensor, block_tables: Tensor, block_size: int
+    ) -> list[AttentionGroup]:
+        q_lens = cu_seqlens_q.diff()
+        groups = _like_shapes(q_lens.tolist(), seq_lens.tolist())
+        return [
+            self._plan_group(torch.tensor(g), cu_seqlens_q, q_lens, seq_lens, block_tables, block_size)
+            for g in groups
+        ]
+
+    def _plan_group(
+        self,
+        group: Tensor,
+        cu_seqlens_q: Tensor,
+        q_lens: Tensor,
+        seq_lens: Tensor,
+        block_tables: Tensor,
+        block_size: int,
+    ) -> AttentionGroup:
+        q_len, seq_len = q_lens[group, None], seq_lens[group, None]
+        q_index = torch.arange(int(q_len.max())).clamp(max=q_len - 1)  # [n, Q]
+        position = torch.arange(int(seq_len.max()))  # [L]
+        own = position.clamp(max=seq_len - 1)  # [n, L]
+        slots = block_tables[group].gather(1, own // block_size) * block_size + own % block_size
+        last_seen = seq_len - q_len + q_index  # [n, Q]
+        hidden = position > last_seen[..., None]  # [n, Q, L]
+        mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
+        rows = cu_seqlens_q[:-1][group, None] + q_index
+        return AttentionGroup(rows, slots.flatten(), mask[:, None])
+
+    def paged_attention(self, q: Tensor, kv: ReferenceKV, plan: list[AttentionGroup], scale: float) -> Tensor:
+        num_kv_heads, head_dim = kv.k.shape[1:]
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for rows, slots, mask in plan:
+            n, q_len = rows.shape
+            k, v = (
+                x.view(x.shape[0], -1)
+                .index_select(0, slots)
+                .view(n, -1, num_kv_heads, head_dim)
+                .transpose(1, 2)
+                for x in kv
+            )
+            if q_len == 1:  # the query heads of one KV head become rows of one product
+                grouped = q[rows[:, 0]].view(n, num_kv_heads, -1, head_dim)
+                y = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+                out[rows[:, 0]] = y.reshape(n, -1, head_dim)
+            else:
+                y = F.scaled_dot_product_attention(
+                    q[rows].transpose(1, 2), k, v, attn_mask=mask, scale=scale, enable_gqa=True
+                )
+                out[rows] = y.transpose(1, 2)  # padding repeats a row, and with it the same result
+        return out.view(out.shape[0], -1)
+
+    def lora_shrink(self, x: Tensor, arena: Tensor, slices: LoRASlices, segments: Tensor) -> Tensor:
+        table = segments.tolist()
+        ranks = [slices.rank[slot].tolist() for slot, _, _ in table]
+        in_features = x.shape[1]
+        width = max((r for row in ranks for r in row), default=0)
+        h = x.new_empty(x.shape[0], len(slices.columns), width)
+        for (slot, first, last), rank in zip(table, ranks, strict=True):
+            for p, (offset, r) in enumerate(zip(slices.a_offset[slot].tolist(), rank, strict=True)):
+                if r:
+                    a = arena[offset : offset + r * in_features].view(r, in_features)
+                    h[first:last, p, :r] = x[first:last] @ a.t()
+        return h
+
+    def lora_expand(
+        self, h: Tensor, arena: Tensor, slices: LoRASlices, segments: Tensor, out: Tensor
+    ) -> None:
+        for slot, first, last in segments.tolist():
+            places = zip(
+                slices.columns, slices.b_offset[slot].tolist(), slices.rank[slot].tolist(), strict=True
+            )
+            for p, ((left, right), offset, r) in enumerate(places):
+                if r:
+                    b = arena[offset : offset + (right - left) * r].view(right - left, r)
+                    out[first:last, left:right].addmm_(h[first:last, p, :r], b.t())
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        chosen = logits.argmax(-1)
+        drawn = rows.temperature > 0
+        if drawn.any():
+            chosen[drawn] = _draw(logits[drawn], SamplingRows(*(x[drawn] for x in rows)))
+        return chosen
+
+    def logprobs(self, logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        all_logprobs = logits.log_softmax(-1)
+        top, ids = all_logprobs.topk(k, dim=-1)
+        return all_logprobs.gather(-1, chosen[:, None])[:, 0], ids, top
+
+
+def _like_shapes(q_lens: list[int], seq_lens: list[int]) -> list[list[int]]:
+    """Indices of the sequences in groups that waste little when padded to their largest member."""
+    order = sorted(range(len(q_lens)), key=lambda i: (q_lens[i], seq_lens[i]))
+    groups: list[list[int]] = []
+    smallest = 0
+    for i in order:
+        # A call costs about as much as gathering a few hundred tokens: short sequences may as well share it.
+        fits = bool(groups) and q_lens[i] == q_lens[groups[-1][0]] and seq_lens[i] <= 1.3 * smallest + 32
+        if not fits:
+            groups.append([])
+            smallest = seq_lens[i]
+        groups[-1].append(i)
+    return groups
+
+
+def _draw(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """`Ops.sample` for rows with a temperature above 0."""
+    # Shifted before the division: a tiny temperature must not turn inf - inf into NaN.
+    scaled = (logits.double() - logits.max(-1, keepdim=True).values) / rows.temperature[:, None].double()
+    p = scaled.softmax(-1)
+    vocab_size = p.shape[-1]
+    if bool(((rows.top_k > 0) | (rows.top_p < 1)).any()):
+        ranked, ids = p.sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(vocab_size, device=p.device)
+        top_k = torch.where(rows.top_k > 0, rows.top_k, vocab_size)[:, None]
+        ranked = ranked.masked_fill(rank >= top_k, 0.0)
+        share_before = (ranked.cumsum(-1) - ranked) / ranked.sum(-1, keepdim=True)
+        cut = (share_before >= rows.top_p[:, None]) & (rows.top_p[:, None] < 1) & (rank > 0)
+        p = torch.zeros_like(p).scatter_(-1, ids, ranked.masked_fill(cut, 0.0))
+    p = p.masked_fill(p < rows.min_p[:, None] * p.max(-1, keepdim=True).values, 0.0)
+    cumulative = p.cumsum(-1)
+    target = rows.uniform[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0]
