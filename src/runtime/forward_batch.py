@@ -1,0 +1,119 @@
+"""ForwardBatch: one plan as the arrays that travel through every layer as arguments. Tensors begin here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from motet.kernels.ops import AttentionPlan, Ops
+from motet.lora.arena import AdapterArena
+from motet.lora.batch import LoRABatch
+from motet.runtime.scheduler_output import IN_FLIGHT, Chunk, NewRequest, SamplingSpec, SchedulerOutput
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step's arrays. T tokens; R of them have their logits computed."""
+
+    input_ids: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64, from 0 in each request."""
+    slot_mapping: Tensor
+    """[T] int64: the KV slot that each token's K and V go to."""
+    attention: AttentionPlan
+    lora: LoRABatch | None
+    """None: no row has an adapter."""
+    logits_rows: Tensor
+    """[R] int64: the rows behind which a token is sampled."""
+    request_ids: tuple[int, ...]
+    """R times: for whom."""
+    sampling: tuple[tuple[SamplingSpec, int], ...]
+    """R times (how to choose, which output token of its request it is)."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """What is kept of a request between steps."""
+
+    index: int
+    """Its row in the block-table buffer."""
+    adapter_slot: int
+    sampling: SamplingSpec
+    num_blocks: int = 0
+    last_token_id: int = -1
+
+
+class BatchBuilder:
+    """Turns plans into batches, over one persistent block-table buffer."""
+
+    def __init__(
+        self, ops: Ops, arena: AdapterArena, *, max_num_seqs: int, max_blocks: int, block_size: int
+    ) -> None:
+        self._ops = ops
+        self._arena = arena
+        self._block_size = block_size
+        self._block_tables = np.full((max_num_seqs, max_blocks), -1, dtype=np.int64)
+        self._free_rows = list(range(max_num_seqs))
+        self._rows: dict[int, _Row] = {}
+
+    def build(self, plan: SchedulerOutput) -> ForwardBatch:
+        for request_id in plan.dropped:
+            self._free_rows.append(self._rows.pop(request_id).index)
+        for new in plan.new:
+            self._rows[new.request_id] = self._new_row(new)
+        # Rows of one adapter stand together: the fewest segments for the mixed-adapter product.
+        chunks = sorted(plan.chunks, key=lambda chunk: self._rows[chunk.request_id].adapter_slot)
+        rows = [self._rows[chunk.request_id] for chunk in chunks]
+        for row, chunk in zip(rows, chunks, strict=True):
+            self._append_blocks(row, chunk)
+
+        row_index = np.array([row.index for row in rows])
+        q_lens = np.array([len(chunk.token_ids) for chunk in chunks])
+        starts = np.array([chunk.start for chunk in chunks])
+        cu_seqlens_q = np.concatenate(([0], q_lens.cumsum()))
+        positions = np.arange(cu_seqlens_q[-1]) + np.repeat(starts - cu_seqlens_q[:-1], q_lens)
+        blocks = self._block_tables[np.repeat(row_index, q_lens), positions // self._block_size]
+        widest = max(row.num_blocks for row in rows)
+        attention = self._ops.plan_attention(
+            torch.from_numpy(cu_seqlens_q),
+            torch.from_numpy(starts + q_lens),
+            torch.from_numpy(self._block_tables[row_index, :widest]),
+            self._block_size,
+        )
+        slots = np.repeat([row.adapter_slot for row in rows], q_lens)
+        sampled = [i for i, chunk in enumerate(chunks) if chunk.output_index >= 0]
+        return ForwardBatch(
+            input_ids=torch.tensor(
+                [t for row, chunk in zip(rows, chunks, strict=True) for t in _ids(row, chunk)]
+            ),
+            positions=torch.from_numpy(positions),
+            slot_mapping=torch.from_numpy(blocks * self._block_size + positions % self._block_size),
+            attention=attention,
+            lora=LoRABatch(self._arena, torch.from_numpy(slots)) if slots.max() >= 0 else None,
+            logits_rows=torch.from_numpy(cu_seqlens_q[1:][sampled] - 1),
+            request_ids=tuple(chunks[i].request_id for i in sampled),
+            sampling=tuple((rows[i].sampling, chunks[i].output_index) for i in sampled),
+        )
+
+    def note_sampled(self, request_id: int, token_id: int) -> None:
+        """Remembers a request's newest token for a plan that names it only as in flight."""
+        self._rows[request_id].last_token_id = token_id
+
+    def _new_row(self, new: NewRequest) -> _Row:
+        row = _Row(self._free_rows.pop(), new.adapter_slot, new.sampling)
+        self._block_tables[row.index] = -1
+        return row
+
+    def _append_blocks(self, row: _Row, chunk: Chunk) -> None:
+        (new_ids,) = chunk.new_block_ids
+        self._block_tables[row.index, row.num_blocks : row.num_blocks + len(new_ids)] = new_ids
+        row.num_blocks += len(new_ids)
+
+
+def _ids(row: _Row, chunk: Chunk) -> tuple[int, ...]:
+    if chunk.token_ids[-1] == IN_FLIGHT:
+        return (*chunk.token_ids[:-1], row.last_token_id)
+    return chunk.token_ids

@@ -1,0 +1,138 @@
+"""Intake: what a user asked for, checked against the model and with every default filled in."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from motet.errors import InvalidRequest, PromptTooLong
+from motet.params import SamplingParams
+from motet.runtime.block_hash import root_hash
+from motet.runtime.request import Clock, Request
+from motet.runtime.scheduler_output import SamplingSpec
+
+if TYPE_CHECKING:  # torch is behind these
+    from motet.lora.adapter import AdapterRef
+    from motet.runtime.models.generation_defaults import GenerationDefaults
+
+
+@dataclass(frozen=True)
+class Intake:
+    """What requests are checked and completed with. Immutable but for its counter: any thread may use it."""
+
+    vocab_size: int
+    max_model_len: int
+    """Longest prompt and answer together, in tokens."""
+    kv_capacity: int
+    """Tokens that the whole KV cache holds."""
+    eos_token_ids: tuple[int, ...]
+    defaults: GenerationDefaults
+    model_digest: bytes
+    kv_format: tuple[str, str]
+    """dtype and layout of the KV cache."""
+    seed: int
+    clock: Clock = time.monotonic
+    _arrivals: itertools.count[int] = field(default_factory=itertools.count)
+
+    @property
+    def max_total_tokens(self) -> int:
+        return min(self.max_model_len, self.kv_capacity)
+
+    def make_request(
+        self,
+        params: SamplingParams,
+        *,
+        tenant: str,
+        adapter: AdapterRef | None,
+        adapter_slot: int,
+        priority: int,
+        deadline: float | None,
+    ) -> Request:
+        """A blocked request without its prompt. `deadline` is in seconds from now.
+
+        Raises InvalidRequest if the parameters do not fit the model.
+        """
+        if params.logprobs is not None and params.logprobs > self.vocab_size:
+            raise InvalidRequest(
+                f"logprobs is {params.logprobs}, but the vocabulary has {self.vocab_size} tokens"
+            )
+        self.check_ids(params.stop_token_ids, "stop_token_ids")
+        arrival = next(self._arrivals)
+        return Request(
+            request_id=arrival,
+            arrival=arrival,
+            params=params,
+            sampling=self._resolve(params, arrival),
+            max_total_tokens=self.max_total_tokens,
+            clock=self.clock,
+            tenant=tenant,
+            adapter=adapter,
+            adapter_slot=adapter_slot,
+            priority=priority,
+            deadline=float("inf") if deadline is None else self.clock() + deadline,
+            root_hash=root_hash(
+                self.model_digest,
+                *self.kv_format,
+                adapter.digest if adapter is not None else None,
+                f"tenant:{tenant}",
+            ),
+        )
+
+    def check_prompt(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raises InvalidRequest or PromptTooLong if the prompt cannot be served."""
+        if not token_ids:
+            raise InvalidRequest(
+                "the prompt is empty (and the model puts no token before it): give at least one token"
+            )
+        self.check_ids(token_ids, "the prompt")
+        room_for_answer = min(params.max_tokens, 1)
+        if len(token_ids) + room_for_answer > self.max_model_len:
+            raise PromptTooLong(
+                f"the prompt has {len(token_ids)} tokens, but prompt and answer together may have "
+                f"{self.max_model_len} (EngineConfig.max_model_len, or the model's context): shorten the prompt"
+            )
+        if len(token_ids) + room_for_answer > self.kv_capacity:
+            raise PromptTooLong(
+                f"the prompt has {len(token_ids)} tokens, but the whole KV cache holds {self.kv_capacity}: "
+                "shorten the prompt or raise EngineConfig.kv_cache_bytes"
+            )
+
+    def check_ids(self, token_ids: Sequence[int], what: str) -> None:
+        """Raises InvalidRequest unless all ids are in the vocabulary."""
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
+            wrong = next(i for i in token_ids if not 0 <= i < self.vocab_size)
+            raise InvalidRequest(
+                f"{what}: token id {wrong} is outside the vocabulary (0 to {self.vocab_size - 1})"
+            )
+
+    def _resolve(self, params: SamplingParams, arrival: int) -> SamplingSpec:
+        defaults = self.defaults
+        temperature = params.temperature
+        if temperature is None:
+            temperature = (
+                (1.0 if defaults.temperature is None else defaults.temperature) if defaults.do_sample else 0.0
+            )
+        top_k = params.top_k if params.top_k is not None else defaults.top_k
+        top_p = params.top_p if params.top_p is not None else defaults.top_p
+        min_p = params.min_p if params.min_p is not None else defaults.min_p
+        end_token_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            end_token_ids |= frozenset(self.eos_token_ids)
+        return SamplingSpec(
+            temperature=temperature,
+            top_k=top_k or 0,
+            top_p=1.0 if top_p is None else top_p,
+            min_p=min_p or 0.0,
+            seed=params.seed if params.seed is not None else self._seed_of(arrival),
+            logprobs=params.logprobs,
+            min_tokens=params.min_tokens,
+            end_token_ids=end_token_ids,
+        )
+
+    def _seed_of(self, arrival: int) -> int:
+        digest = blake2b(f"{self.seed}:{arrival}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little")

@@ -1,0 +1,70 @@
+"""ModelRunner: the tensor side of a step. Owns the KV tensors; knows plans, never requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from motet.kernels.ops import Ops
+from motet.lora.arena import AdapterArena
+from motet.runtime.forward_batch import BatchBuilder
+from motet.runtime.models.base import CausalLM
+from motet.runtime.sampler import sample
+from motet.runtime.scheduler_output import Sample, SchedulerOutput, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class DoneStep:
+    """The handle of a step that was computed when it was submitted."""
+
+    _result: StepResult
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+class ModelRunner:
+    """Runs one model on one device."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        ops: Ops,
+        arena: AdapterArena,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+    ) -> None:
+        self._model = model
+        self._ops = ops
+        (group,) = model.kv_spec()
+        self._kv_caches = [
+            ops.new_kv_cache(num_blocks, block_size, group.num_kv_heads, group.head_dim)
+            for _ in range(group.num_layers)
+        ]
+        max_blocks = -(-model.max_model_len // block_size)
+        self._batches = BatchBuilder(
+            ops,
+            arena,
+            max_num_seqs=max_num_seqs,
+            max_blocks=min(num_blocks, max_blocks),
+            block_size=block_size,
+        )
+
+    @torch.inference_mode()
+    def submit(self, plan: SchedulerOutput) -> DoneStep:
+        """Computes the plan. Raises whatever the model raises: such a fault concerns every request."""
+        batch = self._batches.build(plan)
+        logits = self._model.forward(batch, self._kv_caches)
+        samples: dict[int, tuple[Sample, ...]] = {}
+        faults: dict[int, str] = {}
+        if batch.request_ids:
+            chosen = sample(self._ops, logits, batch.sampling)
+            for request_id, token in zip(batch.request_ids, chosen, strict=True):
+                if token is None:
+                    faults[request_id] = "the model's logits are not finite; are the adapter's weights sound?"
+                else:
+                    samples[request_id] = (token,)
+                    self._batches.note_sampled(request_id, token.token_id)
+        return DoneStep(StepResult(samples, faults))

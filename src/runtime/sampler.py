@@ -1,0 +1,71 @@
+"""From logits to tokens: a pure function of the logits and of each request's own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from motet.kernels import philox
+from motet.kernels.ops import Ops, SamplingRows
+from motet.runtime.scheduler_output import Sample, SamplingSpec
+from torch import Tensor
+
+Row = tuple[SamplingSpec, int]
+"""How to choose, and the index of the output token that is chosen."""
+
+
+def sample(ops: Ops, logits: Tensor, rows: Sequence[Row]) -> list[Sample | None]:
+    """One token for each row of logits [R, V] float32; None where a row's logits are not finite."""
+    # A sum meets every NaN and Inf of its row, several times cheaper than a look at each number.
+    finite = logits.sum(-1).isfinite()
+    sound = logits if bool(finite.all()) else logits.masked_fill(~finite[:, None], 0.0)
+    chosen = ops.sample(_without_early_ends(sound, rows), _sampling_rows(rows))
+    samples: list[Sample | None] = [Sample(token_id) for token_id in chosen.tolist()]
+    for i, with_logprobs in _with_logprobs(ops, sound, chosen, rows).items():
+        samples[i] = with_logprobs
+    return [s if ok else None for s, ok in zip(samples, finite.tolist(), strict=True)]
+
+
+def _without_early_ends(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Makes end tokens impossible while fewer than `min_tokens` tokens stand before the chosen one."""
+    early = [
+        (i, token_id)
+        for i, (spec, index) in enumerate(rows)
+        if index < spec.min_tokens
+        for token_id in spec.end_token_ids
+    ]
+    if early:
+        logits = logits.clone()
+        logits[tuple(torch.tensor(early).t())] = float("-inf")
+    return logits
+
+
+def _sampling_rows(rows: Sequence[Row]) -> SamplingRows:
+    specs = [spec for spec, _ in rows]
+    uniform = philox.uniform(
+        np.array([spec.seed for spec in specs], dtype=np.uint64),
+        np.array([i for _, i in rows], dtype=np.uint64),
+    )
+    return SamplingRows(
+        temperature=torch.tensor([spec.temperature for spec in specs]),
+        top_k=torch.tensor([spec.top_k for spec in specs]),
+        top_p=torch.tensor([spec.top_p for spec in specs]),
+        min_p=torch.tensor([spec.min_p for spec in specs]),
+        uniform=torch.from_numpy(uniform),
+    )
+
+
+def _with_logprobs(ops: Ops, logits: Tensor, chosen: Tensor, rows: Sequence[Row]) -> dict[int, Sample]:
+    """The samples of the rows that ask for log-probabilities: of the model's own distribution."""
+    asking = [(i, spec.logprobs) for i, (spec, _) in enumerate(rows) if spec.logprobs is not None]
+    if not asking:
+        return {}
+    index = torch.tensor([i for i, _ in asking])
+    of_chosen, top_ids, top = ops.logprobs(logits[index], chosen[index], max(k for _, k in asking))
+    samples = {}
+    for (i, k), token_id, own, ids, values in zip(
+        asking, chosen[index].tolist(), of_chosen.tolist(), top_ids.tolist(), top.tolist(), strict=True
+    ):
+        samples[i] = Sample(token_id, own, dict(zip(ids[:k], values[:k], strict=True)) | {token_id: own})
+    return samples

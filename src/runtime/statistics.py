@@ -1,0 +1,104 @@
+"""What an engine knows about itself, as a frozen snapshot."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from motet.runtime.request import Clock, Delta, Request
+from motet.runtime.scheduler import Scheduler
+
+RATE_WINDOW = 5.0
+"""Seconds over which rates are taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeStatistics:
+    """A snapshot after one step. Counts are of live requests unless they say total."""
+
+    running: int = 0
+    waiting: int = 0
+    """Preempted ones included."""
+    blocked: int = 0
+    preemptions: int = 0
+    """Total since the start."""
+    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0
+    """Held by requests."""
+    kv_blocks_cached: int = 0
+    """Held by none, content kept for an equal prefix."""
+    prefix_hit_tokens: int = 0
+    """Total prompt tokens that came from the prefix cache."""
+    prefix_query_tokens: int = 0
+    """Total prompt tokens that were looked up in it."""
+    tokens_per_second: float = 0.0
+    """Output tokens of all requests, over the last seconds."""
+    seconds_per_request: float = 1.0
+    """Time between two ends of requests, over the last ones."""
+    per_adapter: Mapping[str, int] = field(default_factory=dict)
+    """Live requests by adapter name; those without an adapter under ""."""
+    per_tenant: Mapping[str, int] = field(default_factory=dict)
+
+
+class StatisticsKeeper:
+    """Counts what cannot be read off the scheduler. The engine thread owns it."""
+
+    def __init__(self, scheduler: Scheduler, clock: Clock = time.monotonic) -> None:
+        self._scheduler = scheduler
+        self._clock = clock
+        self._tokens: deque[tuple[float, int]] = deque()
+        self._ends: deque[float] = deque(maxlen=32)
+        self._per_adapter: Counter[str] = Counter()
+        self._per_tenant: Counter[str] = Counter()
+
+    def enter(self, request: Request) -> None:
+        self._per_adapter[_adapter_name(request)] += 1
+        self._per_tenant[request.tenant] += 1
+
+    def leave(self, request: Request) -> None:
+        self._ends.append(self._clock())
+        for counter, key in ((self._per_adapter, _adapter_name(request)), (self._per_tenant, request.tenant)):
+            counter[key] -= 1
+            if not counter[key]:
+                del counter[key]
+
+    def count(self, deltas: Sequence[Delta]) -> None:
+        self._tokens.append((self._clock(), sum(delta.sample is not None for delta in deltas)))
+
+    def snapshot(self) -> RuntimeStatistics:
+        scheduler, pool = self._scheduler, self._scheduler.kv.pool
+        return RuntimeStatistics(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            blocked=scheduler.num_blocked,
+            preemptions=scheduler.num_preemptions,
+            kv_blocks_total=pool.num_blocks,
+            kv_blocks_used=pool.num_blocks - pool.num_free,
+            kv_blocks_cached=pool.num_cached,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            prefix_query_tokens=scheduler.prefix_query_tokens,
+            tokens_per_second=self._rate(),
+            seconds_per_request=(self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+            if len(self._ends) > 1
+            else 1.0,
+            per_adapter=dict(self._per_adapter),
+            per_tenant=dict(self._per_tenant),
+        )
+
+    def _rate(self) -> float:
+        if not self._per_tenant:  # idle: what was, says nothing about now
+            self._tokens.clear()
+            return 0.0
+        now = self._clock()
+        while self._tokens and self._tokens[0][0] < now - RATE_WINDOW:
+            self._tokens.popleft()
+        if len(self._tokens) < 2:
+            return 0.0
+        (first, before), (last, _) = self._tokens[0], self._tokens[-1]
+        return (sum(n for _, n in self._tokens) - before) / (last - first)
+
+
+def _adapter_name(request: Request) -> str:
+    return request.adapter.name if request.adapter is not None else ""
