@@ -1,0 +1,45 @@
+"""Checks of what users pass, before anything is begun."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import index
+
+from motet.errors import InvalidRequest
+from motet.params import SamplingParams
+
+
+def prompt_of(prompt: str | Sequence[int]) -> str | list[int]:
+    """The prompt as text or as a list of plain ints. Raises InvalidRequest."""
+    if isinstance(prompt, str):
+        return prompt
+    try:
+        return [index(token_id) for token_id in prompt]
+    except TypeError:
+        raise InvalidRequest(
+            f"the prompt must be a str or a sequence of token ids, not {type(prompt).__name__} of something else"
+        ) from None
+
+
+def check_name(value: object, what: str) -> None:
+    """Raises InvalidRequest unless the value is a string that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"{what} must be a string that is not empty, not {value!r}")
+
+
+def check_arguments(
+    params: object, tenant: object, priority: object, deadline: object, request_id: object
+) -> None:
+    """Raises InvalidRequest, naming the argument, what it is and what it must be."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest(f"params must be a SamplingParams, not {type(params).__name__}")
+    check_name(tenant, "tenant")
+    if not isinstance(priority, int):
+        raise InvalidRequest(f"priority must be an int, not {priority!r}")
+    if deadline is not None and not (
+        isinstance(deadline, (int, float)) and math.isfinite(deadline) and deadline > 0
+    ):
+        raise InvalidRequest(f"deadline must be a positive number of seconds from now, not {deadline!r}")
+    if request_id is not None:
+        check_name(request_id, "request_id")

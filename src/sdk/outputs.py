@@ -1,0 +1,115 @@
+"""What an engine hands to its users. All of it frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from motet.lora.pool import AdapterInfo
+
+__all__ = ["AdapterInfo", "Completion", "CompletionOutput", "EngineStats", "Token", "Usage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token. There is exactly one for each generated id, the last one included."""
+
+    text: str
+    """What it adds to the text. Empty while the bytes of a character, or what may become a stop string, are
+    held back; a later token's text then brings them. All texts joined are exactly the decoded output."""
+    token_id: int
+    index: int = 0
+    """Which of the request's outputs it belongs to; today a request has one."""
+    logprob: float | None = None
+    """Of the model's own distribution, before temperature; None unless `SamplingParams.logprobs` is given."""
+    top_logprobs: Mapping[int, float] | None = None
+    """Of the likeliest tokens and of this one, by token id."""
+    finish_reason: str | None = None
+    """On the last token: "stop" or "length"."""
+    stop_reason: str | int | None = None
+    """With "stop": the stop string or the end token's id."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request took. Times in seconds."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose KV came from the prefix cache."""
+    output_tokens: int
+    preemptions: int
+    queue_time: float | None
+    """From the call until it first ran; None if it never did."""
+    ttft: float | None
+    """From the call until its first token; None if it has none."""
+    total_time: float
+    timeline: tuple[tuple[str, float], ...]
+    """(state, seconds since the call when it was entered)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One output of a request."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Mapping[int, float], ...] | None
+    """Each token's `top_logprobs`; None unless asked for."""
+    finish_reason: str
+    stop_reason: str | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A request's whole result."""
+
+    outputs: tuple[CompletionOutput, ...]
+    prompt_token_ids: tuple[int, ...]
+    usage: Usage
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.outputs[0].finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of an engine. Counts are of live requests unless they say total."""
+
+    running: int
+    waiting: int
+    """Preempted ones included."""
+    blocked: int
+    """Waiting for something named, such as their prompt's tokens."""
+    preemptions: int
+    """Total since the start."""
+    kv_blocks_total: int
+    kv_blocks_used: int
+    """Held by requests."""
+    kv_blocks_cached: int
+    """Held by none, content kept for an equal prefix."""
+    prefix_hit_tokens: int
+    """Total prompt tokens that came from the prefix cache."""
+    prefix_query_tokens: int
+    """Total prompt tokens that were looked up in it."""
+    tokens_per_second: float
+    """Output tokens of all requests, over the last seconds."""
+    per_adapter: Mapping[str, int]
+    """Live requests by adapter name; those without an adapter under ""."""
+    per_tenant: Mapping[str, int]
+    """Live requests by tenant."""
+    backend: str
+    """Which kernels compute: "reference"."""
