@@ -196,7 +196,8 @@ class EngineThread:
     def _should_stop(self) -> bool:
         if self._stop_at is None:
             return False
-        return time.monotonic() >= self._stop_at or not self._runtime.core.scheduler.requests
+        drained = self._commands.empty() and not self._runtime.core.scheduler.requests
+        return drained or time.monotonic() >= self._stop_at
 
     def _run_commands(self, *, wait: bool) -> None:
         with suppress(queue.Empty):
@@ -258,10 +259,8 @@ class EngineThread:
         with self._gate:
             self._refusal = refusal
         try:
+            self._run_commands(wait=False)
             self._worker.shutdown(wait=False, cancel_futures=True)
-            with suppress(queue.Empty):
-                while True:
-                    self._commands.get_nowait()()
             self._deliver(self._runtime.core.abandon(reason, refusal))
         finally:
             self.statistics = RuntimeStatistics()

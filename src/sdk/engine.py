@@ -219,7 +219,7 @@ class AsyncEngine:
             await wait_for(session.thread.abort_where(lambda request: request.adapter == ref))
 
     def adapters(self) -> list[AdapterInfo]:
-        """The loaded adapters, and unloaded ones that requests still use."""
+        """The loaded adapters, by name."""
         _, runtime = self._running()
         return runtime.adapters.infos()
 
