@@ -1,0 +1,37 @@
+"""LoRABatch: which adapter each row of a step goes through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from motet.kernels.ops import Ops
+from motet.lora.arena import AdapterArena
+from motet.lora.sites import LoRASite
+
+
+class LoRABatch:
+    """The adapters of one step.
+
+    `row_slot` [T] int64 is the truth: the adapter slot of each row, -1 = base. `segments` [n, 3] int64 on the
+    CPU is derived from it: (slot, first row, last row + 1) of each run of rows with one adapter.
+    """
+
+    def __init__(self, arena: AdapterArena, row_slot: Sequence[int] | Tensor) -> None:
+        self._arena = arena
+        self.row_slot = torch.as_tensor(row_slot, dtype=torch.int64)
+        slots, lengths = torch.unique_consecutive(self.row_slot.cpu(), return_counts=True)
+        ends = lengths.cumsum(0)
+        self.segments = torch.stack((slots, ends - lengths, ends), dim=1)[slots >= 0]
+
+    def add_delta(self, ops: Ops, site: LoRASite, x: Tensor, out: Tensor) -> None:
+        """out[t] += the delta of row t's adapter on `site`, in place (SGMV, arXiv 2310.18547).
+
+        x [T, in_features] is the linear's input, out [T, sum(out_features)] its output, before any epilogue.
+        """
+        if len(self.segments):
+            slices = self._arena.slices(site.index)
+            h = ops.lora_shrink(x, self._arena.data, slices, self.segments)
+            ops.lora_expand(h, self._arena.data, slices, self.segments, out)

@@ -1,0 +1,57 @@
+"""Small sites and weights for the tests of arena, batch and pool."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import torch
+
+from motet.lora.adapter import LoRAWeights
+from motet.lora.arena import AdapterArena
+from motet.lora.sites import LoRASite
+
+SITES = (
+    LoRASite(0, 3, ("q", "k", "v"), (4, 2, 2)),
+    LoRASite(1, 5, ("o",), (3,)),
+)
+FEATURES = {m: (s.in_features, n) for s in SITES for m, n in zip(s.modules, s.out_features, strict=True)}
+MODULES = tuple(FEATURES)
+_digests = itertools.count(1)
+
+
+def make_weights(ranks: Mapping[str, int], *, value: float | None = None) -> LoRAWeights:
+    """Weights of the given ranks, random or all A and B equal to `value`; each call has a digest of its own."""
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(shape) if value is None else torch.full(shape, value)
+
+    modules = {m: (tensor(r, FEATURES[m][0]), tensor(FEATURES[m][1], r)) for m, r in ranks.items()}
+    return LoRAWeights(next(_digests).to_bytes(32, "big"), modules)
+
+
+def make_arena(capacity_bytes: int = 1 << 16) -> AdapterArena:
+    """Float32 on the CPU, full of NaN: whoever reads what nobody wrote shows it."""
+    arena = AdapterArena(SITES, capacity_bytes, torch.float32, torch.device("cpu"))
+    arena.data.fill_(float("nan"))
+    return arena
+
+
+def weights_in(arena: AdapterArena, slot: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """What an op finds in the slot."""
+    found = {}
+    for site in SITES:
+        slices = arena.slices(site.index)
+        for p, (module, n) in enumerate(zip(site.modules, site.out_features, strict=True)):
+            a, b, r = (int(table[slot, p]) for table in slices[:3])
+            if r:
+                k = site.in_features
+                found[module] = (arena.data[a : a + r * k].view(r, k), arena.data[b : b + n * r].view(n, r))
+    return found
+
+
+def holds(arena: AdapterArena, slot: int, weights: LoRAWeights) -> bool:
+    found = weights_in(arena, slot)
+    return found.keys() == weights.modules.keys() and all(
+        torch.equal(x, y) for m in found for x, y in zip(found[m], weights.modules[m], strict=True)
+    )

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from lora_factories import MODULES, SITES, holds, make_arena, make_weights
+
+from motet.errors import AdapterLoadError
+from motet.lora.adapter import LoRAWeights
+from motet.lora.arena import AdapterArena
+
+
+def test_each_adapter_takes_its_own_size_and_nothing_for_a_larger_neighbour() -> None:
+    arena = make_arena()
+    small, large = make_weights({"q": 1}), make_weights(dict.fromkeys(MODULES, 64))
+    slots = [arena.place(w) for w in (small, large)]
+    assert [arena.nbytes(slot) for slot in slots] == [small.nbytes, large.nbytes] == [4 * 7, 4 * 64 * 25]
+    assert arena.used_bytes == small.nbytes + large.nbytes
+    assert holds(arena, slots[0], small)
+    assert holds(arena, slots[1], large)
+    arena.check_integrity()
+
+
+def test_columns_of_a_site_are_those_of_its_projections_side_by_side() -> None:
+    arena = make_arena()
+    assert arena.slices(0).columns == ((0, 4), (4, 6), (6, 8))
+    assert arena.slices(1).columns == ((0, 3),)
+
+
+def test_slots_have_no_limit_but_the_memory_and_growth_leaves_all_in_place() -> None:
+    arena = make_arena()
+    placed: dict[int, LoRAWeights] = {}
+    held_by_a_step = arena.slices(0)
+    first = make_weights({"q": 2, "o": 1})
+    placed[arena.place(first)] = first
+    offset = held_by_a_step.a_offset[0, 0].clone()
+    for rank in range(1, 40):
+        weights = make_weights({MODULES[rank % 4]: rank % 5 + 1})
+        placed[arena.place(weights)] = weights
+        arena.check_integrity()
+    assert sorted(placed) == list(range(40))
+    assert all(holds(arena, slot, weights) for slot, weights in placed.items())
+    # A step that took its tables before the growth still finds its adapter.
+    assert (held_by_a_step.rank[0, 0], held_by_a_step.a_offset[0, 0]) == (2, offset)
+    assert arena.slices(0) is arena.slices(0)  # asked for 120 times a step: never made anew
+
+
+def test_removed_memory_and_slots_are_used_again() -> None:
+    arena = make_arena(4 * 25 * 4)  # room for one of rank 4
+    for _ in range(20):
+        slot = arena.place(make_weights(dict.fromkeys(MODULES, 4)))
+        assert slot == 0
+        assert arena.used_bytes == arena.capacity_bytes
+        arena.remove(slot)
+        assert arena.used_bytes == 0
+        arena.check_integrity()
+
+
+def test_an_adapter_without_room_is_refused_and_leaves_no_trace() -> None:
+    arena = make_arena(4 * 25)
+    arena.place(make_weights({"q": 1}))
+    with pytest.raises(
+        AdapterLoadError, match=r"takes 100 bytes .* = 100, 72 are free.*EngineConfig.adapter_bytes"
+    ):
+        arena.place(make_weights(dict.fromkeys(MODULES, 1)))
+    assert arena.used_bytes == 28
+    arena.check_integrity()
+
+
+def test_memory_free_only_in_pieces_is_told_apart_from_free_memory() -> None:
+    arena = make_arena(4 * 7 * 3)
+    slots = [arena.place(make_weights({"q": 1})) for _ in range(3)]
+    arena.remove(slots[0])
+    arena.remove(slots[2])
+    with pytest.raises(AdapterLoadError, match="56 are free, at most 28 in one piece"):
+        arena.place(make_weights({"q": 2}))
+
+
+def test_an_arena_without_memory_takes_nothing() -> None:
+    arena = make_arena(0)
+    with pytest.raises(AdapterLoadError):
+        arena.place(make_weights({"q": 1}))
+    arena.check_integrity()
+
+
+def test_memory_is_counted_in_the_arenas_dtype() -> None:
+    arena = AdapterArena(SITES, 1001, torch.bfloat16, torch.device("cpu"))
+    weights = make_weights({"q": 3})
+    slot = arena.place(weights)
+    assert arena.nbytes(slot) == arena.used_bytes == weights.nbytes // 2
+    assert arena.data.nbytes == 1000
+
+
+def test_the_integrity_check_sees_weights_outside_their_extent() -> None:
+    arena = make_arena()
+    slot = arena.place(make_weights({"q": 2, "o": 3}))
+    for table in arena.slices(0)[:3]:
+        before = table[slot, 0].clone()
+        table[slot, 0] += 1
+        with pytest.raises(AssertionError):
+            arena.check_integrity()
+        table[slot, 0] = before
+    arena.check_integrity()
