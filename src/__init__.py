@@ -30,9 +30,10 @@ if TYPE_CHECKING:
         UnsupportedAdapter,
         UnsupportedModel,
     )
+    from motet.lora.pool import AdapterInfo
     from motet.params import SamplingParams
     from motet.sdk.engine import AsyncEngine
-    from motet.sdk.outputs import AdapterInfo, Completion, CompletionOutput, EngineStats, Token, Usage
+    from motet.sdk.outputs import Completion, CompletionOutput, EngineStats, Token, Usage
     from motet.sdk.stream import TokenStream
 
 _HOMES = {
@@ -57,9 +58,10 @@ _HOMES = {
         "UnsupportedAdapter",
         "UnsupportedModel",
     ],
+    "motet.lora.pool": ["AdapterInfo"],
     "motet.params": ["SamplingParams"],
     "motet.sdk.engine": ["AsyncEngine"],
-    "motet.sdk.outputs": ["AdapterInfo", "Completion", "CompletionOutput", "EngineStats", "Token", "Usage"],
+    "motet.sdk.outputs": ["Completion", "CompletionOutput", "EngineStats", "Token", "Usage"],
     "motet.sdk.stream": ["TokenStream"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

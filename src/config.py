@@ -12,7 +12,7 @@ MiB = 1 << 20
 class EngineConfig(BaseModel):
     """How an engine runs. Frozen; an unknown key is an error (`pydantic.ValidationError`)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, defer_build=True)
 
     device: Literal["auto", "cpu"] = "auto"
     """Where the model computes. "auto" is the best device that motet has a backend for: the CPU today."""

@@ -27,7 +27,7 @@ class SamplingParams(BaseModel):
     The filters apply in this order: temperature, `top_k`, `top_p`, `min_p`; the likeliest token always stays.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
     max_tokens: int = Field(default=256, ge=0)
     """Most tokens to generate. 0 only processes the prompt (and so warms the prefix cache)."""

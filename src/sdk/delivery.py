@@ -5,11 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from motet.runtime.request import Delta, Request
 from motet.sdk.loops import Loop, LoopGone
 from motet.sdk.outputs import Token, Usage
 from motet.sdk.stream import StreamEnd, TokenStream
+
+if TYPE_CHECKING:
+    from motet.runtime.request import Delta, Request
 
 
 @dataclass(slots=True)

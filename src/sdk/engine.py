@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import threading
-import uuid
 import weakref
 from collections.abc import Sequence
-from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 import anyio.to_thread
+
 from motet.config import EngineConfig
 from motet.errors import EngineClosed, InvalidRequest, QueueFull
 from motet.params import SamplingParams
 from motet.sdk.arguments import check_arguments, check_name, prompt_of
 from motet.sdk.delivery import Delivery
 from motet.sdk.loops import current_loop, wait_for
-from motet.sdk.outputs import AdapterInfo, Completion, EngineStats
+from motet.sdk.outputs import Completion, EngineStats
 from motet.sdk.stream import TokenStream
 
-if TYPE_CHECKING:  # torch is behind these
+if TYPE_CHECKING:  # torch is behind these, or they are not needed before an engine starts
+    from motet.lora.pool import AdapterInfo
     from motet.runtime.build import Runtime
     from motet.runtime.engine_thread import EngineThread
 
@@ -40,7 +41,7 @@ class AsyncEngine:
     process. It computes on a thread of its own and starts no process.
     """
 
-    def __init__(self, model: str | PathLike[str], config: EngineConfig | None = None) -> None:
+    def __init__(self, model: str | os.PathLike[str], config: EngineConfig | None = None) -> None:
         self._model = model
         self._config = config or EngineConfig()
         self._gate = threading.Lock()
@@ -125,7 +126,7 @@ class AsyncEngine:
         if not isinstance(text_or_ids, str):
             runtime.intake.check_prompt(text_or_ids, params)
         session.check_room(self._config)
-        name = request_id if request_id is not None else uuid.uuid4().hex
+        name = request_id if request_id is not None else os.urandom(8).hex()
         ref = runtime.adapters.acquire(adapter) if adapter is not None else None
         try:
             request = runtime.intake.make_request(
@@ -185,7 +186,7 @@ class AsyncEngine:
     # -- adapters ----------------------------------------------------------------------------------------
 
     async def load_adapter(
-        self, name: str, source: str | PathLike[str], *, pin: bool = False, replace: bool = False
+        self, name: str, source: str | os.PathLike[str], *, pin: bool = False, replace: bool = False
     ) -> AdapterInfo:
         """Loads a PEFT LoRA folder under a name, off the event loop and beside running streams.
 
@@ -263,7 +264,7 @@ class AsyncEngine:
 class _Session:
     """One life of an engine, from start to close: its thread and its live requests."""
 
-    def __init__(self, model: str | PathLike[str], config: EngineConfig) -> None:
+    def __init__(self, model: str | os.PathLike[str], config: EngineConfig) -> None:
         from motet.runtime.engine_thread import EngineThread  # loads torch
 
         self.ids: dict[str, int] = {}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 T = TypeVar("T")
 
@@ -29,10 +30,10 @@ class Loop:
         """Runs a function on the loop soon, from any thread. Raises LoopGone if the loop has ended."""
         key: Any = self.key
         try:
-            if isinstance(key, asyncio.AbstractEventLoop):
-                key.call_soon_threadsafe(function, *args)
-            else:
-                key.run_sync_soon(function, *args)
+            call_soon = (
+                key.call_soon_threadsafe if hasattr(key, "call_soon_threadsafe") else key.run_sync_soon
+            )
+            call_soon(function, *args)
         except RuntimeError as exc:  # asyncio: the loop is closed; trio: RunFinishedError
             raise LoopGone from exc
 
@@ -45,6 +46,8 @@ def current_loop() -> Loop:
             return Loop(trio.lowlevel.current_trio_token())
         except RuntimeError:
             pass  # not under trio: under asyncio, or nowhere
+    import asyncio  # slow to import; whoever runs it has done so
+
     try:
         return Loop(asyncio.get_running_loop())
     except RuntimeError:

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from motet.lora.pool import AdapterInfo
-
-__all__ = ["AdapterInfo", "Completion", "CompletionOutput", "EngineStats", "Token", "Usage"]
-
 
 @dataclass(frozen=True, slots=True)
 class Token:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 import anyio
+
 from motet.errors import MotetError, RequestAborted
 from motet.sdk.loops import Loop, current_loop
 from motet.sdk.outputs import Completion, CompletionOutput, Token, Usage
