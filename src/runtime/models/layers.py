@@ -1,0 +1,83 @@
+"""Layers that models are built of. `make_linear` is the only way to a linear: LoRA acts there, and later
+weight formats and tensor parallelism will."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from motet.kernels.ops import Ops
+from motet.lora.sites import LoRASite
+from motet.runtime.models.base import Weight
+
+if TYPE_CHECKING:
+    from motet.runtime.forward_batch import ForwardBatch
+
+LinearKind = Literal["column", "row", "replicated"]
+"""Along which side the weight could be cut over devices: its outputs, its inputs, neither."""
+
+
+@dataclass
+class Linear:
+    """Projections with one input, packed into a single product, plus the rows' adapters."""
+
+    ops: Ops
+    kind: LinearKind
+    modules: tuple[str, ...]
+    out_features: tuple[int, ...]
+    site: LoRASite | None
+    weight: Tensor  # [sum(out_features), in_features] D; after `pack`, as the backend likes it
+    bias: Tensor | None  # [sum(out_features)] D
+
+    def __call__(self, batch: ForwardBatch, x: Tensor) -> Tensor:
+        """x [T, in_features] D -> [T, sum(out_features)] D, the adapters' deltas added."""
+        y = self.ops.linear(x, self.weight, self.bias)
+        if batch.lora is not None and self.site is not None:
+            batch.lora.add_delta(self.ops, self.site, x, y)
+        return y
+
+    def weights(self) -> dict[str, Weight]:
+        """Each projection's `.weight` (and `.bias`), bound to its slice. Only until `pack`."""
+        bound = {}
+        first = 0
+        for module, out_features in zip(self.modules, self.out_features, strict=True):
+            rows = slice(first, first + out_features)
+            bound[f"{module}.weight"] = Weight(self.weight[rows])
+            if self.bias is not None:
+                bound[f"{module}.bias"] = Weight(self.bias[rows])
+            first += out_features
+        return bound
+
+    def pack(self) -> None:
+        self.weight = self.ops.pack_linear(self.weight)
+
+
+def make_linear(
+    ops: Ops,
+    *,
+    kind: LinearKind,
+    in_features: int,
+    splits: Sequence[tuple[str, int]],
+    bias: bool = False,
+    site_index: int | None = None,
+) -> Linear:
+    """A linear of one or more projections side by side, its parameters still empty.
+
+    splits: (Hugging Face module path, out_features) of each projection. site_index: the linear's position
+    among the model's LoRA sites; None where no adapter may act.
+    """
+    modules, out_features = (tuple(x) for x in zip(*splits, strict=True))
+    site = None if site_index is None else LoRASite(site_index, in_features, modules, out_features)
+    return Linear(
+        ops=ops,
+        kind=kind,
+        modules=modules,
+        out_features=out_features,
+        site=site,
+        weight=torch.empty(sum(out_features), in_features, dtype=ops.dtype, device=ops.device),
+        bias=torch.empty(sum(out_features), dtype=ops.dtype, device=ops.device) if bias else None,
+    )

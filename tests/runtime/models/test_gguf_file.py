@@ -1,0 +1,245 @@
+"""GGUF files against transformers holding the same dequantised weights."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+import transformers
+from gguf_models import QuantisationType, round_trip, smollm2_from_gguf, write_gguf
+from tiny_models import (
+    LLAMA3_ROPE,
+    float32_ops,
+    hf_logits,
+    make_hf_model,
+    make_ids,
+    motet_logits,
+    relative_error,
+)
+
+from motet.errors import CorruptCheckpoint, ModelError, UnsupportedModel
+from motet.runtime.models.gguf_file import GGUFFile
+from motet.runtime.models.loader import find_model, load_model
+
+BLOCKS = {"hidden_size": 64, "intermediate_size": 96}  # multiples of a block's 32 weights
+
+
+def logits_of(path: Path, rows: range = range(20)) -> torch.Tensor:
+    ops = float32_ops()
+    return motet_logits(load_model(path, ops).model, ops, make_ids(20), rows)
+
+
+def write(tmp_path: Path, family: str = "llama", **options: Any) -> Path:
+    return write_gguf(tmp_path / "model.gguf", make_hf_model(family, **BLOCKS), **options)
+
+
+@pytest.mark.parametrize("weight_type", ["F32", "F16", "BF16", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_each_type_gives_the_logits_of_its_dequantised_weights(
+    family: str, weight_type: str, tmp_path: Path
+) -> None:
+    kind = QuantisationType[weight_type]
+    path = write(tmp_path, family, weight_type=kind)
+    hf_model = round_trip(make_hf_model(family, **BLOCKS), kind)
+    assert relative_error(logits_of(path), hf_logits(hf_model, make_ids(20), range(20))) <= 1e-4
+
+
+@pytest.mark.parametrize("weight_type", ["BF16", "Q8_0", "Q4_1"])
+def test_more_blocks_than_are_read_at_a_time_are_dequantised_as_upstream_does(
+    weight_type: str, tmp_path: Path
+) -> None:
+    hf_model = make_hf_model(vocab_size=9_000, **BLOCKS)
+    path = write_gguf(tmp_path / "large.gguf", hf_model, weight_type=QuantisationType[weight_type])
+    checkpoint = GGUFFile(path)
+    upstream = next(t for t in gguf.GGUFReader(path).tensors if t.name == "token_embd.weight")
+    expected = torch.from_numpy(gguf.quants.dequantize(upstream.data, upstream.tensor_type))
+    assert torch.equal(checkpoint.tensors["model.embed_tokens.weight"].read().float(), expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"num_key_value_heads": 4}),
+        ("llama", {"num_key_value_heads": 1}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"attention_bias": True}),
+        ("llama", {"mlp_bias": True}),
+        ("qwen2", {"tie_word_embeddings": True}),
+    ],
+)
+def test_each_variant_gives_the_logits_of_transformers(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    hf_model = make_hf_model(family, **changes)
+    path = write_gguf(tmp_path / "model.gguf", hf_model)
+    assert relative_error(logits_of(path), hf_logits(hf_model, make_ids(20), range(20))) <= 1e-4
+
+
+def test_a_head_size_of_its_own_is_read_from_key_length(tmp_path: Path) -> None:
+    hf_model = make_hf_model(head_dim=20)
+    sizes = {f"llama.{key}": 20 for key in ("attention.key_length", "attention.value_length")}
+    path = write_gguf(tmp_path / "model.gguf", hf_model, metadata=sizes | {"llama.rope.dimension_count": 20})
+    assert relative_error(logits_of(path), hf_logits(hf_model, make_ids(20), range(20))) <= 1e-4
+
+
+@pytest.mark.parametrize("first_position", [0, 20_000])
+def test_rope_freqs_carry_llama3_scaling(first_position: int, tmp_path: Path) -> None:
+    hf_model = make_hf_model(rope_parameters=LLAMA3_ROPE)
+    rotary = hf_model.model.rotary_emb
+    plain = make_hf_model(rope_parameters={"rope_type": "default", "rope_theta": LLAMA3_ROPE["rope_theta"]})
+    divisors = plain.model.rotary_emb.inv_freq / rotary.inv_freq
+    assert divisors.max() > 2
+    ops = float32_ops()
+    model = load_model(write_gguf(tmp_path / "model.gguf", hf_model, rope_divisors=divisors), ops).model
+    actual = motet_logits(model, ops, make_ids(20), range(20), first_position=first_position)
+    assert relative_error(actual, hf_logits(hf_model, make_ids(20), range(20), first_position)) <= 1e-4
+
+
+def test_end_tokens_and_context_length_come_from_the_metadata(tmp_path: Path) -> None:
+    loaded = load_model(write(tmp_path, metadata={"tokenizer.ggml.eot_token_id": 9}), float32_ops())
+    assert loaded.eos_token_ids == (2, 9)
+    assert loaded.model.max_model_len == 32_768
+    assert not loaded.generation_defaults.do_sample
+
+
+def test_an_unsupported_tensor_type_is_named_with_those_that_are_supported(tmp_path: Path) -> None:
+    path = write(tmp_path, weight_type=QuantisationType.Q5_0)
+    with pytest.raises(UnsupportedModel, match="stored as Q5_0; supported are F32, F16, BF16, Q8_0, Q4_1"):
+        load_model(path, float32_ops())
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"llama.expert_count": 8},
+        {"llama.rope.scaling.type": "yarn"},
+        {"llama.rope.scaling.factor": 4.0},
+        {"llama.rope.dimension_count": 8},
+        {"llama.attention.value_length": 8},
+        {"llama.attention.causal": False},
+        {"llama.logit_scale": 0.5},
+        {"general.type": "adapter"},
+        {"split.count": 2},
+    ],
+)
+def test_a_hyperparameter_that_is_not_computed_is_refused_by_name(
+    metadata: dict[str, object], tmp_path: Path
+) -> None:
+    (key,) = metadata
+    with pytest.raises(
+        UnsupportedModel, match={"general.type": "adapter", "split.count": "split"}.get(key, key)
+    ):
+        load_model(write(tmp_path, metadata=metadata), float32_ops())
+
+
+def test_hyperparameters_that_change_nothing_are_accepted(tmp_path: Path) -> None:
+    neutral = {
+        "llama.expert_count": 0,
+        "llama.rope.scaling.type": "none",
+        "llama.rope.dimension_count": 16,
+        "llama.vocab_size": 96,
+        "llama.tensor_data_layout": "Meta AI original pth",
+    }
+    assert torch.equal(logits_of(write(tmp_path, metadata=neutral)), logits_of(write(tmp_path)))
+
+
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.gguf"
+    writer = gguf.GGUFWriter(path, "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModel, match=r"'mamba'; supported are models of llama, qwen2"):
+        load_model(path, float32_ops())
+
+
+def test_a_file_of_the_other_byte_order_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "big.gguf"
+    writer = gguf.GGUFWriter(path, "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModel, match="byte order"):
+        load_model(path, float32_ops())
+
+
+def test_case_29_missing_short_and_unused_tensors_are_named(tmp_path: Path) -> None:
+    def missing(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["blk.1.attn_k.weight"]
+
+    def short(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["blk.1.ffn_up.weight"] = tensors["blk.1.ffn_up.weight"][:-1]
+
+    def unused(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["blk.0.attn_q_norm.weight"] = torch.ones(16)
+
+    faults = {
+        missing: r"layers\.1\.self_attn\.k_proj",
+        short: r"layers\.1\.mlp\.up_proj",
+        unused: "attn_q_norm",
+    }
+    for change, name in faults.items():
+        with pytest.raises(CorruptCheckpoint, match=name):
+            load_model(write(tmp_path, change=change), float32_ops())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.1, 0.5, 0.999])
+def test_case_29_a_file_cut_short_is_corrupt_and_named(share: float, tmp_path: Path) -> None:
+    path = write(tmp_path)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(CorruptCheckpoint, match=r"model\.gguf: .*cut short"):
+        load_model(path, float32_ops())
+
+
+def test_a_file_that_is_no_gguf_is_corrupt(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"PK\x03\x04" + bytes(100))
+    with pytest.raises(CorruptCheckpoint, match="not a GGUF file"):
+        load_model(tmp_path / "model.gguf", float32_ops())
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # weights of another type are NaN as likely as not
+def test_no_flipped_bit_of_the_header_raises_anything_but_a_model_error(seed: int, tmp_path: Path) -> None:
+    path = write(tmp_path)
+    content = path.read_bytes()
+    header = gguf.GGUFReader(path).data_offset
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(150):
+        at = int(torch.randint(header, (1,), generator=generator))
+        flipped = content[at] ^ (1 << int(torch.randint(8, (1,), generator=generator)))
+        path.write_bytes(content[:at] + bytes([flipped]) + content[at + 1 :])
+        with contextlib.suppress(ModelError):  # loading is fine too: a letter of a token, say
+            load_model(path, float32_ops())
+
+
+def assert_demo_equals(hf_model: Any) -> None:
+    ops = float32_ops()
+    loaded = load_model("demo", ops)
+    ids = make_ids(64, vocab_size=loaded.model.vocab_size)
+    actual = motet_logits(loaded.model, ops, ids, range(64), chunk=24)
+    assert relative_error(actual, hf_logits(hf_model, ids, range(64))) <= 1e-4
+    assert loaded.eos_token_ids == (2,)
+    assert loaded.model.max_model_len == 8192
+
+
+def test_the_demo_model_gives_the_logits_of_transformers_with_upstreams_dequantised_weights() -> None:
+    assert_demo_equals(smollm2_from_gguf(find_model("demo")))
+
+
+@pytest.mark.slow
+def test_the_demo_model_gives_the_logits_of_transformers_own_gguf_loading() -> None:
+    path = find_model("demo")
+    hf_model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent,
+        gguf_file=path.name,
+        dtype=torch.float32,
+        quantization_config=transformers.GgufConfig(dequantize=True),
+    )
+    assert_demo_equals(hf_model.eval())
