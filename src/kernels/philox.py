@@ -42,4 +42,5 @@ def uniform(
     )
     key = np.stack((seed & _MASK, seed >> _32), axis=-1)
     first_word = philox4x32(counter, key)[..., 0]
-    return (first_word >> np.uint64(8)).astype(np.float64) * 2.0**-24
+    numbers: NDArray[np.float64] = (first_word >> np.uint64(8)).astype(np.float64) * 2.0**-24
+    return numbers

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from motet.kernels.ops import LoRASlices, Ops, SamplingRows
 from torch import Tensor
+
+from motet.kernels.ops import LoRASlices, Ops, SamplingRows
 
 
 class ReferenceKV(NamedTuple):
@@ -18,9 +19,9 @@ class ReferenceKV(NamedTuple):
 
 
 class AttentionGroup(NamedTuple):
-    """Sequences of like shape, padded to one: a batched call each keeps Python out of the inner loop."""
+    """Sequences of equal q and similar context, padded to one: a batched call each, no loop over sequences."""
 
-    rows: Tensor  # [n, Q] int64: rows of q; padding repeats the sequence's last row
+    rows: Tensor  # [n, Q] int64: rows of q
     slots: Tensor  # [n * L] int64: KV slots; padding repeats the sequence's last slot, so it is never foreign
     mask: Tensor  # [n, 1, Q, L] D: 0 where visible, -inf elsewhere
 
@@ -73,7 +74,7 @@ class ReferenceOps(Ops):
         num_heads: int,
         num_kv_heads: int,
     ) -> Tensor:
-        heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
+        heads = qkv.view(-1, num_heads + 2 * num_kv_heads, kv.k.shape[-1])
         qk = heads[:, : num_heads + num_kv_heads]
         first, second = qk.chunk(2, dim=-1)
         cos, sin = cos[:, None].to(qkv.dtype), sin[:, None].to(qkv.dtype)
@@ -103,7 +104,7 @@ class ReferenceOps(Ops):
         block_size: int,
     ) -> AttentionGroup:
         q_len, seq_len = q_lens[group, None], seq_lens[group, None]
-        q_index = torch.arange(int(q_len.max())).clamp(max=q_len - 1)  # [n, Q]
+        q_index = torch.arange(int(q_len[0]))  # [Q]: a group's sequences have equally many rows
         position = torch.arange(int(seq_len.max()))  # [L]
         own = position.clamp(max=seq_len - 1)  # [n, L]
         slots = block_tables[group].gather(1, own // block_size) * block_size + own % block_size
@@ -133,8 +134,8 @@ class ReferenceOps(Ops):
                 y = F.scaled_dot_product_attention(
                     q[rows].transpose(1, 2), k, v, attn_mask=mask, scale=scale, enable_gqa=True
                 )
-                out[rows] = y.transpose(1, 2)  # padding repeats a row, and with it the same result
-        return out.view(out.shape[0], -1)
+                out[rows] = y.transpose(1, 2)
+        return out.flatten(1)
 
     def lora_shrink(self, x: Tensor, arena: Tensor, slices: LoRASlices, segments: Tensor) -> Tensor:
         table = segments.tolist()
@@ -191,12 +192,12 @@ def _like_shapes(q_lens: list[int], seq_lens: list[int]) -> list[list[int]]:
 
 def _draw(logits: Tensor, rows: SamplingRows) -> Tensor:
     """`Ops.sample` for rows with a temperature above 0."""
-    # Shifted before the division: a tiny temperature must not turn inf - inf into NaN.
-    scaled = (logits.double() - logits.max(-1, keepdim=True).values) / rows.temperature[:, None].double()
-    p = scaled.softmax(-1)
+    p = (logits.double() / rows.temperature[:, None].double()).softmax(-1)  # in double: temperatures may be tiny
     vocab_size = p.shape[-1]
     if bool(((rows.top_k > 0) | (rows.top_p < 1)).any()):
-        ranked, ids = p.sort(dim=-1, descending=True, stable=True)
+        # By logit, as unequal ones may round to one probability: a cut to one token is the greedy choice.
+        ids = logits.argsort(dim=-1, descending=True, stable=True)
+        ranked = p.gather(-1, ids)
         rank = torch.arange(vocab_size, device=p.device)
         top_k = torch.where(rows.top_k > 0, rows.top_k, vocab_size)[:, None]
         ranked = ranked.masked_fill(rank >= top_k, 0.0)
