@@ -26,7 +26,7 @@ examples: $(READY)
 	$(BIN)/python examples/trio_app.py
 
 bench: $(READY)
-	$(BIN)/python benchmarks/compare.py
+	$(BIN)/python -m benchmarks.compare
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -28,6 +28,7 @@ PROMPT = (
     "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 )
 REFRESH = 0.1  # seconds
+BODY_LINES = 8  # of each answer's end
 
 
 @dataclass
@@ -53,11 +54,13 @@ class Tenant:
             f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached"
         )
 
-    def panel(self, width: int) -> Panel:
+    def panel(self, console: Console, width: int) -> Panel:
+        newest = Text(self.text).wrap(console, width - 4)[-BODY_LINES:]
         kind = f"adapter {self.adapter}" if self.adapter else "base model"
         colour = COLOURS.get(self.name, "magenta")
-        body = Group(Text(self.text, style=colour), Text(self.note, style="dim"))
-        return Panel(body, title=f"[bold]{self.name}[/] · {kind}", width=width, height=13, border_style=colour)
+        body = Group(Text("\n").join(newest), Text(self.note, style="dim"))
+        title = f"[bold]{self.name}[/] · {kind}"
+        return Panel(body, title=title, width=width, height=BODY_LINES + 5, style=colour)
 
 
 @dataclass
@@ -73,7 +76,7 @@ class View:
         width = self.console.width // (4 if self.console.width >= 120 else 2)
         return Group(
             Text.assemble(("Question: ", "dim"), (self.question, "bold")),
-            Columns([tenant.panel(width) for tenant in self.tenants], padding=0),
+            Columns([tenant.panel(self.console, width) for tenant in self.tenants], padding=0),
             self._figures(stats),
         )
 
@@ -85,7 +88,8 @@ class View:
         table.add_row(
             f"[bold]{stats.tokens_per_second:.0f}[/] tokens/s (best {self.peak['tokens/s']:.0f})",
             f"batch: [bold]{mix or 'idle'}[/]",
-            f"KV blocks: [bold]{stats.kv_blocks_used}[/] used, {stats.kv_blocks_cached} cached of {stats.kv_blocks_total}",
+            f"KV blocks: [bold]{stats.kv_blocks_used}[/] used, {stats.kv_blocks_cached} cached, "
+            f"{stats.kv_blocks_total} in all",
             f"prefix cache: [bold]{hits:.0f} %[/] of {stats.prefix_query_tokens} prompt tokens",
         )
         return table
@@ -99,7 +103,9 @@ async def refresh(live: Live, view: View, engine: AsyncEngine) -> None:
 
 async def main() -> None:
     console = Console()
-    tenants = [Tenant("base", None)] + [Tenant(f.name, f.name) for f in sorted(ADAPTERS.iterdir()) if f.is_dir()]
+    tenants = [Tenant("base", None)] + [
+        Tenant(f.name, f.name) for f in sorted(ADAPTERS.iterdir()) if f.is_dir()
+    ]
     begin = time.perf_counter()
     async with AsyncEngine("demo") as engine:
         console.print(f"SmolLM2-135M-Instruct is ready after {time.perf_counter() - begin:.1f} s")
@@ -109,6 +115,7 @@ async def main() -> None:
                 console.print(f"adapter {info.name}: rank {info.rank}, {info.bytes / 1e6:.1f} MB")
         for question in QUESTIONS:
             view = View(console, tenants, question)
+            console.print()
             with Live(console=console, auto_refresh=False) as live:
                 async with anyio.create_task_group() as screen:
                     screen.start_soon(refresh, live, view, engine)

@@ -13,12 +13,36 @@ import pytest
 import motet
 from motet import AsyncEngine, EngineConfig, SamplingParams, Token, TokenStream
 
-NAMES = """
-AdapterError AdapterExists AdapterInfo AdapterLoadError AdapterNotFound AsyncEngine Completion CompletionOutput
-CorruptCheckpoint DeadlineExceeded EngineClosed EngineConfig EngineDead EngineStats InvalidRequest ModelError
-ModelNotFound MotetError PromptTooLong QueueFull RequestAborted RequestFailed SamplingParams Token TokenStream
-UnsupportedAdapter UnsupportedModel Usage
-""".split()
+NAMES = [
+    "AdapterError",
+    "AdapterExists",
+    "AdapterInfo",
+    "AdapterLoadError",
+    "AdapterNotFound",
+    "AsyncEngine",
+    "Completion",
+    "CompletionOutput",
+    "CorruptCheckpoint",
+    "DeadlineExceeded",
+    "EngineClosed",
+    "EngineConfig",
+    "EngineDead",
+    "EngineStats",
+    "InvalidRequest",
+    "ModelError",
+    "ModelNotFound",
+    "MotetError",
+    "PromptTooLong",
+    "QueueFull",
+    "RequestAborted",
+    "RequestFailed",
+    "SamplingParams",
+    "Token",
+    "TokenStream",
+    "UnsupportedAdapter",
+    "UnsupportedModel",
+    "Usage",
+]
 
 SIGNATURES = {
     AsyncEngine: "(model, config=None)",
@@ -90,7 +114,10 @@ def test_the_exported_names_are_these():
 def test_public_signatures_are_the_contract(function):
     signature = inspect.signature(function)
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-    assert str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)) == SIGNATURES[function]
+    assert (
+        str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+        == SIGNATURES[function]
+    )
 
 
 @pytest.mark.parametrize("model", DEFAULTS, ids=lambda m: m.__name__)
@@ -152,10 +179,13 @@ def test_importing_motet_loads_nothing_but_the_standard_library():
 
 
 def test_importing_the_engine_loads_no_torch():
-    loaded = "torch transformers tokenizers numpy gguf trio prometheus_client".split()
-    assert run(
-        f"import sys; from motet import {', '.join(NAMES)}; print([m for m in {loaded} if m in sys.modules])"
-    ) == "[]\n"
+    loaded = ["torch", "transformers", "tokenizers", "numpy", "gguf", "trio", "prometheus_client"]
+    assert (
+        run(
+            f"import sys; from motet import {', '.join(NAMES)}; print([m for m in {loaded} if m in sys.modules])"
+        )
+        == "[]\n"
+    )
 
 
 def test_importing_the_engine_costs_little_more_than_its_libraries(tmp_path: Path):

@@ -66,7 +66,8 @@ def save_adapter(
     """Writes a random PEFT adapter, strong enough to change what the model says. The base is left as it was."""
     torch.manual_seed(1000 + seed)
     peft_model = get_peft_model(
-        base, LoraConfig(r=rank, lora_alpha=rank, target_modules=list(targets), task_type="CAUSAL_LM", **config)
+        base,
+        LoraConfig(r=rank, lora_alpha=rank, target_modules=list(targets), task_type="CAUSAL_LM", **config),
     )
     for name, weight in peft_model.named_parameters():
         if "lora_" in name:
@@ -76,7 +77,9 @@ def save_adapter(
     peft_model.save_pretrained(folder)
     peft_model.unload()
     config_file = folder / "adapter_config.json"
-    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"base_model_name_or_path": "tiny"}))
+    config_file.write_text(
+        json.dumps(json.loads(config_file.read_text()) | {"base_model_name_or_path": "tiny"})
+    )
     return folder
 
 

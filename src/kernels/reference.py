@@ -192,7 +192,9 @@ def _like_shapes(q_lens: list[int], seq_lens: list[int]) -> list[list[int]]:
 
 def _draw(logits: Tensor, rows: SamplingRows) -> Tensor:
     """`Ops.sample` for rows with a temperature above 0."""
-    p = (logits.double() / rows.temperature[:, None].double()).softmax(-1)  # in double: temperatures may be tiny
+    p = (logits.double() / rows.temperature[:, None].double()).softmax(
+        -1
+    )  # in double: temperatures may be tiny
     vocab_size = p.shape[-1]
     if bool(((rows.top_k > 0) | (rows.top_p < 1)).any()):
         # By logit, as unequal ones may round to one probability: a cut to one token is the greedy choice.

@@ -9,6 +9,7 @@ from os import PathLike
 
 import psutil
 import torch
+
 from motet.config import EngineConfig
 from motet.errors import ModelError
 from motet.kernels.ops import select_ops

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from motet.kernels.ops import AttentionPlan, Ops
 from motet.lora.arena import AdapterArena
 from motet.lora.batch import LoRABatch
 from motet.runtime.scheduler_output import IN_FLIGHT, Chunk, NewRequest, SamplingSpec, SchedulerOutput
-from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
 from motet.kernels.ops import Ops
 from motet.lora.arena import AdapterArena
 from motet.runtime.forward_batch import BatchBuilder

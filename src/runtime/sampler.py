@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from motet.kernels import philox
 from motet.kernels.ops import Ops, SamplingRows
 from motet.runtime.scheduler_output import Sample, SamplingSpec
-from torch import Tensor
 
 Row = tuple[SamplingSpec, int]
 """How to choose, and the index of the output token that is chosen."""

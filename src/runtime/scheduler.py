@@ -193,7 +193,9 @@ class Scheduler:
             self.prefix_hit_tokens += request.num_cached_tokens
         return True
 
-    def _make_room(self, later: list[Request], missing: Callable[[list[Request]], int], seats: int = 0) -> bool:
+    def _make_room(
+        self, later: list[Request], missing: Callable[[list[Request]], int], seats: int = 0
+    ) -> bool:
         """Takes blocks and seats from others until nothing is missing; False if something still is.
 
         First from those that are leaving anyway, then from the end of `later`; from nobody at all if even all

@@ -94,7 +94,7 @@ class StatisticsKeeper:
         now = self._clock()
         while self._tokens and self._tokens[0][0] < now - RATE_WINDOW:
             self._tokens.popleft()
-        if len(self._tokens) < 2:
+        if not self._tokens or self._tokens[0][0] == self._tokens[-1][0]:
             return 0.0
         (first, before), (last, _) = self._tokens[0], self._tokens[-1]
         return (sum(n for _, n in self._tokens) - before) / (last - first)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from motet.kernels.ops import LoRASlices, Ops, select_ops
 from torch import Tensor
+
+from motet.kernels.ops import LoRASlices, Ops, select_ops
 
 NAN = float("nan")
 OPS = {dtype: select_ops("cpu", dtype) for dtype in ("float32", "bfloat16")}

@@ -79,7 +79,9 @@ async def test_a_failed_start_says_why_and_may_be_tried_again(tmp_path: Path, ti
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("config", [EngineConfig(max_model_len=100_000), EngineConfig(kv_cache_bytes=10)])
-async def test_a_configuration_that_the_model_cannot_have_is_an_error(tiny_folder: Path, config: EngineConfig):
+async def test_a_configuration_that_the_model_cannot_have_is_an_error(
+    tiny_folder: Path, config: EngineConfig
+):
     with pytest.raises(ModelError, match="EngineConfig"):
         await AsyncEngine(tiny_folder, config).start()
 

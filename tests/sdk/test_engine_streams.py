@@ -198,7 +198,9 @@ async def test_the_next_token_may_be_asked_for_by_ever_new_tasks(engine: AsyncEn
     for _ in range(6):
         async with anyio.create_task_group() as group:
             group.start_soon(take)
-    assert [token.token_id for token in tokens] == list((await engine.generate([5, 6, 7], params(6))).token_ids)
+    assert [token.token_id for token in tokens] == list(
+        (await engine.generate([5, 6, 7], params(6))).token_ids
+    )
 
 
 @pytest.mark.parametrize(
@@ -249,7 +251,9 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back(tiny_folder: Path
         await engine.generate([5], params(1))
 
 
-async def test_case_04_min_tokens_holds_off_every_end_token(engine: AsyncEngine, tiny_model: LlamaForCausalLM):
+async def test_case_04_min_tokens_holds_off_every_end_token(
+    engine: AsyncEngine, tiny_model: LlamaForCausalLM
+):
     favoured = greedy(tiny_model, [5, 6, 7], 1)[0]
     ends = SamplingParams(max_tokens=20, min_tokens=5, stop_token_ids=[favoured, EOS, 2, 0])
     completion = await engine.generate([5, 6, 7], ends)
@@ -257,7 +261,9 @@ async def test_case_04_min_tokens_holds_off_every_end_token(engine: AsyncEngine,
     assert not set(completion.token_ids[:5]) & {favoured, EOS, 2, 0}
 
 
-async def test_case_04_ignore_eos_leaves_stop_token_ids_at_work(engine: AsyncEngine, tiny_model: LlamaForCausalLM):
+async def test_case_04_ignore_eos_leaves_stop_token_ids_at_work(
+    engine: AsyncEngine, tiny_model: LlamaForCausalLM
+):
     expected = greedy(tiny_model, [5, 6, 7], 12)
     stop = expected[6]
     completion = await engine.generate([5, 6, 7], params(12, stop_token_ids=[stop]))
@@ -327,7 +333,9 @@ async def test_case_26_an_empty_prompt_is_an_error_and_the_engine_lives(engine: 
 
 
 @pytest.mark.parametrize("edge", [{"top_p": 0.0}, {"top_p": 1e-4}, {"top_k": 1}, {"min_p": 1.0}])
-async def test_case_26_the_narrowest_filters_are_greedy(engine: AsyncEngine, tiny_model: LlamaForCausalLM, edge: dict):
+async def test_case_26_the_narrowest_filters_are_greedy(
+    engine: AsyncEngine, tiny_model: LlamaForCausalLM, edge: dict
+):
     completion = await engine.generate([5, 6, 7], params(12, temperature=1.0, **edge))
     assert list(completion.token_ids) == greedy(tiny_model, [5, 6, 7], 12)
 

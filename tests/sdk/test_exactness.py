@@ -38,7 +38,7 @@ TEXTS = [
     "A list of fruits: apple, banana,",
     "😀 means happy, 😢 means",
     "In 1969, the first human",
-    "{\"name\": \"Ada\", \"born\":",
+    '{"name": "Ada", "born":',
     "The mitochondria is the powerhouse of the cell. " * 4 + "It",
     "x",
     "   ",
@@ -99,7 +99,9 @@ def complete(
                     for i in range(len(prompts)):
                         group.start_soon(one, i)
                         for name in beside:
-                            group.start_soon(lambda i=i, name=name: engine.generate(prompts[i], params, adapter=name))
+                            group.start_soon(
+                                lambda i=i, name=name: engine.generate(prompts[i], params, adapter=name)
+                            )
                 await settled(engine)
             return [done[i] for i in range(len(prompts))]
 
@@ -123,7 +125,9 @@ def test_24_prompts_answer_as_transformers_does_batched_and_from_the_prefix_cach
     assert len(long_ones) >= 16 and all(completion.usage.cached_tokens > 0 for completion in long_ones)
 
 
-def test_24_prompts_answer_as_transformers_does_in_chunks_of_7(smollm2: tuple[list[list[int]], list[list[int]]]):
+def test_24_prompts_answer_as_transformers_does_in_chunks_of_7(
+    smollm2: tuple[list[list[int]], list[list[int]]],
+):
     prompts, answers = smollm2
     config = EngineConfig(max_num_batched_tokens=7, max_num_seqs=6, kv_cache_bytes=KV_BYTES)
     assert ids(complete("demo", prompts, config)) == answers
@@ -146,7 +150,10 @@ def test_24_prompts_answer_as_transformers_does_with_adapters_beside_them(
     prompts, answers = smollm2
     beside = {folder.name: folder for folder in EXAMPLE_ADAPTERS.iterdir() if folder.is_dir()}
     assert len(beside) == 3
-    assert ids(complete("demo", prompts[:8], EngineConfig(kv_cache_bytes=4 * KV_BYTES), beside=beside)) == answers[:8]
+    assert (
+        ids(complete("demo", prompts[:8], EngineConfig(kv_cache_bytes=4 * KV_BYTES), beside=beside))
+        == answers[:8]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +169,11 @@ def test_any_chunking_and_block_size_gives_the_same_tokens(
 ):
     prompts, answers = tiny_answers
     config = EngineConfig(
-        max_num_batched_tokens=budget, block_size=block_size, kv_cache_bytes=1 << 20, threads=1, max_num_seqs=8
+        max_num_batched_tokens=budget,
+        block_size=block_size,
+        kv_cache_bytes=1 << 20,
+        threads=1,
+        max_num_seqs=8,
     )
     assert ids(complete(tiny_folder, prompts, config, rounds=2)) == answers
 

@@ -1,0 +1,105 @@
+"""The tensor side on a real tiny model: mixed adapters beside PEFT's own logits, and plans in flight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from tests.tiny import greedy
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from motet.config import EngineConfig
+from motet.lora.adapter import read_adapter
+from motet.params import SamplingParams
+from motet.runtime.build import Runtime, build_runtime
+from motet.runtime.request import Request
+
+PROMPTS = [[3 + (7 * i * (row + 1)) % 250 for i in range(20 + row)] for row in range(7)]
+
+
+@pytest.fixture
+def released() -> list[Request]:
+    return []
+
+
+def make_runtime(folder: Path, released: list[Request], depth: int, **config: object) -> Runtime:
+    settings = EngineConfig(kv_cache_bytes=4 << 20, max_num_batched_tokens=512).model_copy(update=config)
+    return build_runtime(folder, settings, released.append, depth=depth)
+
+
+def add(runtime: Runtime, prompt: list[int], num_tokens: int, adapter: str | None = None) -> Request:
+    ref = runtime.adapters.acquire(adapter) if adapter is not None else None
+    request = runtime.intake.make_request(
+        SamplingParams(max_tokens=num_tokens, ignore_eos=True),
+        tenant="t",
+        adapter=ref,
+        adapter_slot=runtime.adapters.slot(ref) if ref is not None else -1,
+        priority=0,
+        deadline=None,
+    )
+    request.set_prompt(prompt, None)
+    runtime.core.scheduler.add(request)
+    return request
+
+
+def run(runtime: Runtime) -> None:
+    while runtime.core.has_work:
+        runtime.core.step()
+        runtime.core.scheduler.check_integrity()
+
+
+def close(ours: Tensor, theirs: Tensor) -> bool:
+    return bool((ours - theirs).abs().max() <= 1e-4 * theirs.abs().max())
+
+
+def test_case_13_a_batch_of_base_and_six_ranks_has_pefts_logits_in_each_row(
+    tiny_folder: Path, adapters: dict[str, Path], released: list[Request], monkeypatch: pytest.MonkeyPatch
+):
+    runtime = make_runtime(tiny_folder, released, depth=1)
+    for name, folder in adapters.items():
+        runtime.adapters.add(name, read_adapter(folder, runtime.lora_sites))
+    names = [None, *adapters]
+    requests = [add(runtime, prompt, 4, name) for prompt, name in zip(PROMPTS, names, strict=True)]
+    model = runtime.core._runner._model
+    seen: list[tuple[tuple[int, ...], Tensor]] = []
+
+    def forward(batch, kv_caches, real=model.forward):
+        logits = real(batch, kv_caches)
+        assert batch.lora is not None
+        seen.append((batch.request_ids, logits.clone()))
+        return logits
+
+    monkeypatch.setattr(model, "forward", forward)
+    run(runtime)
+    assert [len(ids) for ids, _ in seen] == [7] * 4, "all seven rows share each step"
+    for request, name in zip(requests, names, strict=True):
+        peer = LlamaForCausalLM.from_pretrained(tiny_folder).eval()
+        if name is not None:
+            peer = PeftModel.from_pretrained(peer, adapters[name]).eval()
+        with torch.inference_mode():
+            theirs = peer(torch.tensor([request.token_ids])).logits[0]
+        for step, (ids, logits) in enumerate(seen):
+            ours = logits[ids.index(request.request_id)]
+            assert close(ours, theirs[request.num_prompt_tokens - 1 + step]), (name, step)
+    assert released == requests
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_plans_in_flight_give_the_same_tokens(
+    tiny_folder: Path, tiny_model: LlamaForCausalLM, released: list[Request], depth: int
+):
+    block_bytes = 2 * 2 * 2 * 16 * 4 * 4
+    runtime = make_runtime(
+        tiny_folder, released, depth, block_size=4, kv_cache_bytes=24 * block_bytes, max_num_batched_tokens=16
+    )
+    requests = [add(runtime, prompt, 30) for prompt in PROMPTS]
+    run(runtime)
+    for request, prompt in zip(requests, PROMPTS, strict=True):
+        assert request.token_ids[request.num_prompt_tokens :] == greedy(tiny_model, prompt, 30)
+    assert sum(request.num_preemptions for request in requests) > 0
+    assert len(released) == 7
+    assert runtime.core.scheduler.kv.pool.num_free == 24
+    assert not runtime.core._runner._batches._rows.keys() - set(runtime.core.scheduler._dropped)
