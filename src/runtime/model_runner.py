@@ -64,6 +64,8 @@ class ModelRunner:
             chosen = sample(self._ops, logits, batch.sampling)
             for request_id, token in zip(batch.request_ids, chosen, strict=True):
                 if token is None:
+                    # A plan made meanwhile may name the token as in flight: any id will do, nobody reads on.
+                    self._batches.note_sampled(request_id, 0)
                     faults[request_id] = "the model's logits are not finite; are the adapter's weights sound?"
                 else:
                     samples[request_id] = (token,)
