@@ -8,33 +8,35 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from motet.config import EngineConfig
-    from motet.errors import (
-        AdapterError,
-        AdapterExists,
-        AdapterLoadError,
-        AdapterNotFound,
-        CorruptCheckpoint,
-        DeadlineExceeded,
-        EngineClosed,
-        EngineDead,
-        InvalidRequest,
-        ModelError,
-        ModelNotFound,
-        MotetError,
-        PromptTooLong,
-        QueueFull,
-        RequestAborted,
-        RequestFailed,
-        UnsupportedAdapter,
-        UnsupportedModel,
-    )
-    from motet.lora.pool import AdapterInfo
-    from motet.params import SamplingParams
-    from motet.sdk.engine import AsyncEngine
-    from motet.sdk.outputs import Completion, CompletionOutput, EngineStats, Token, Usage
-    from motet.sdk.stream import TokenStream
+if TYPE_CHECKING:  # `as` makes each a public name for type checkers
+    from motet.config import EngineConfig as EngineConfig
+    from motet.errors import AdapterError as AdapterError
+    from motet.errors import AdapterExists as AdapterExists
+    from motet.errors import AdapterLoadError as AdapterLoadError
+    from motet.errors import AdapterNotFound as AdapterNotFound
+    from motet.errors import CorruptCheckpoint as CorruptCheckpoint
+    from motet.errors import DeadlineExceeded as DeadlineExceeded
+    from motet.errors import EngineClosed as EngineClosed
+    from motet.errors import EngineDead as EngineDead
+    from motet.errors import InvalidRequest as InvalidRequest
+    from motet.errors import ModelError as ModelError
+    from motet.errors import ModelNotFound as ModelNotFound
+    from motet.errors import MotetError as MotetError
+    from motet.errors import PromptTooLong as PromptTooLong
+    from motet.errors import QueueFull as QueueFull
+    from motet.errors import RequestAborted as RequestAborted
+    from motet.errors import RequestFailed as RequestFailed
+    from motet.errors import UnsupportedAdapter as UnsupportedAdapter
+    from motet.errors import UnsupportedModel as UnsupportedModel
+    from motet.lora.pool import AdapterInfo as AdapterInfo
+    from motet.params import SamplingParams as SamplingParams
+    from motet.runtime.statistics import EngineStats as EngineStats
+    from motet.sdk.engine import AsyncEngine as AsyncEngine
+    from motet.sdk.outputs import Completion as Completion
+    from motet.sdk.outputs import CompletionOutput as CompletionOutput
+    from motet.sdk.outputs import Token as Token
+    from motet.sdk.outputs import Usage as Usage
+    from motet.sdk.stream import TokenStream as TokenStream
 
 _HOMES = {
     "motet.config": ["EngineConfig"],
@@ -61,7 +63,8 @@ _HOMES = {
     "motet.lora.pool": ["AdapterInfo"],
     "motet.params": ["SamplingParams"],
     "motet.sdk.engine": ["AsyncEngine"],
-    "motet.sdk.outputs": ["Completion", "CompletionOutput", "EngineStats", "Token", "Usage"],
+    "motet.runtime.statistics": ["EngineStats"],
+    "motet.sdk.outputs": ["Completion", "CompletionOutput", "Token", "Usage"],
     "motet.sdk.stream": ["TokenStream"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -22,7 +22,7 @@ class EngineConfig(BaseModel):
     bfloat16 halves the memory and stands outside the exactness promise."""
 
     threads: int | None = Field(default=None, ge=1)
-    """Compute threads of the engine. None: torch's own choice (the physical cores)."""
+    """Compute threads, for torch in the whole process. None: torch's own choice (the physical cores)."""
 
     max_model_len: int | None = Field(default=None, ge=1)
     """Longest prompt and answer together, in tokens. None: the model's own context length."""
@@ -48,7 +48,7 @@ class EngineConfig(BaseModel):
     """Order of service: "priority" is larger `priority` first, then arrival; "fcfs" is arrival alone."""
 
     max_waiting: int | None = Field(default=None, ge=0)
-    """Most requests that may wait to run; one more raises `QueueFull`. None: no limit."""
+    """Most live requests beyond `max_num_seqs`; one more raises `QueueFull`. None: no limit."""
 
     adapter_bytes: int = Field(default=512 * MiB, ge=0)
     """Memory for adapter weights on the device. Taken from the system only as adapters fill it."""

@@ -69,15 +69,11 @@ class Ops(ABC):
         """table[ids]. ids [T] int64, table [V, H] D -> [T, H] D."""
 
     @abstractmethod
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x²) + eps) · weight over the last axis, summed in float32 (arXiv 1910.07467).
-
-        x [T, H] D, weight [H] D -> [T, H] D.
-        """
-
-    @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual += x, in place; then `rms_norm(residual)`. Shapes as there."""
+        """residual += x, in place; then y = residual / sqrt(mean(residual²) + eps) · weight (arXiv 1910.07467).
+
+        The mean is over the last axis, in float32. x, residual [T, H] D, weight [H] D -> [T, H] D.
+        """
 
     @abstractmethod
     def silu_and_mul(self, x: Tensor) -> Tensor:
@@ -168,4 +164,5 @@ def select_ops(device: str, dtype: str) -> Ops:
 
     if device not in ("auto", "cpu"):
         raise ValueError(f"no backend for device {device!r}; there is one for 'cpu'")
-    return ReferenceOps(torch.device("cpu"), torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+    dtypes = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    return ReferenceOps(torch.device("cpu"), dtypes[dtype])

@@ -47,14 +47,11 @@ class ReferenceOps(Ops):
     def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
         return F.embedding(ids, table)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-        return weight * y.to(x.dtype)
-
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         residual += x
-        return self.rms_norm(residual, weight, eps)
+        y = residual.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+        return weight * y.to(x.dtype)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
@@ -138,13 +135,13 @@ class ReferenceOps(Ops):
         return out.flatten(1)
 
     def lora_shrink(self, x: Tensor, arena: Tensor, slices: LoRASlices, segments: Tensor) -> Tensor:
-        table = segments.tolist()
-        ranks = [slices.rank[slot].tolist() for slot, _, _ in table]
+        slots = segments[:, 0]
+        ranks, offsets = slices.rank[slots].tolist(), slices.a_offset[slots].tolist()
         in_features = x.shape[1]
         width = max((r for row in ranks for r in row), default=0)
         h = x.new_empty(x.shape[0], len(slices.columns), width)
-        for (slot, first, last), rank in zip(table, ranks, strict=True):
-            for p, (offset, r) in enumerate(zip(slices.a_offset[slot].tolist(), rank, strict=True)):
+        for (_, first, last), rank, offset_of in zip(segments.tolist(), ranks, offsets, strict=True):
+            for p, (offset, r) in enumerate(zip(offset_of, rank, strict=True)):
                 if r:
                     a = arena[offset : offset + r * in_features].view(r, in_features)
                     h[first:last, p, :r] = x[first:last] @ a.t()
@@ -153,10 +150,10 @@ class ReferenceOps(Ops):
     def lora_expand(
         self, h: Tensor, arena: Tensor, slices: LoRASlices, segments: Tensor, out: Tensor
     ) -> None:
-        for slot, first, last in segments.tolist():
-            places = zip(
-                slices.columns, slices.b_offset[slot].tolist(), slices.rank[slot].tolist(), strict=True
-            )
+        slots = segments[:, 0]
+        ranks, offsets = slices.rank[slots].tolist(), slices.b_offset[slots].tolist()
+        for (_, first, last), rank, offset_of in zip(segments.tolist(), ranks, offsets, strict=True):
+            places = zip(slices.columns, offset_of, rank, strict=True)
             for p, ((left, right), offset, r) in enumerate(places):
                 if r:
                     b = arena[offset : offset + (right - left) * r].view(right - left, r)

@@ -21,7 +21,7 @@ from motet.runtime.engine_core import EngineCore
 from motet.runtime.intake import Intake
 from motet.runtime.kv_cache_manager import KVCacheManager
 from motet.runtime.model_runner import ModelRunner
-from motet.runtime.models.base import CausalLM
+from motet.runtime.models.base import KVGroup
 from motet.runtime.models.loader import load_model
 from motet.runtime.policy import POLICIES
 from motet.runtime.request import Request
@@ -64,15 +64,29 @@ def build_runtime(
     if config.max_model_len is not None and config.max_model_len > lm.max_model_len:
         raise ModelError(
             f"EngineConfig.max_model_len is {config.max_model_len}, "
-            f"but the model's context has {lm.max_model_len} tokens"
+            f"but the model's context has {lm.max_model_len} tokens: lower it, or leave it None"
         )
     max_model_len = config.max_model_len or lm.max_model_len
-    num_blocks = _num_blocks(lm, config, max_model_len, ops.dtype.itemsize)
-    arena = AdapterArena(lm.lora_sites, config.adapter_bytes, ops.dtype, ops.device)
+    (group,) = lm.kv_spec()
+    assert (group.kind, group.window) == ("full", None), "one block table of all tokens serves every layer"
+    num_blocks = _num_blocks(group, config, max_model_len, ops.dtype.itemsize)
+    try:
+        arena = AdapterArena(lm.lora_sites, config.adapter_bytes, ops.dtype, ops.device)
+        runner = ModelRunner(
+            lm,
+            ops,
+            arena,
+            group,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+        )
+    except RuntimeError as error:  # torch has no narrower one for the CPU
+        raise ModelError(
+            f"there is not enough memory: lower EngineConfig.kv_cache_bytes (now {config.kv_cache_bytes}) "
+            f"or adapter_bytes (now {config.adapter_bytes}): {error}"
+        ) from error
     adapters = AdapterPool(arena)
-    runner = ModelRunner(
-        lm, ops, arena, num_blocks=num_blocks, block_size=config.block_size, max_num_seqs=config.max_num_seqs
-    )
     kv = KVCacheManager(
         BlockPool(num_blocks), config.block_size, enable_prefix_caching=config.enable_prefix_caching
     )
@@ -103,15 +117,14 @@ def build_runtime(
     )
 
 
-def _num_blocks(model: CausalLM, config: EngineConfig, max_model_len: int, itemsize: int) -> int:
+def _num_blocks(group: KVGroup, config: EngineConfig, max_model_len: int, itemsize: int) -> int:
     """How many KV blocks to make. Memory is taken from the system only as blocks are first used."""
-    (group,) = model.kv_spec()
     block_bytes = 2 * group.num_layers * group.num_kv_heads * group.head_dim * itemsize * config.block_size
     if config.kv_cache_bytes is not None:
         if config.kv_cache_bytes < block_bytes:
             raise ModelError(
                 f"EngineConfig.kv_cache_bytes is {config.kv_cache_bytes}, "
-                f"but one KV block of this model takes {block_bytes}"
+                f"but one KV block of this model takes {block_bytes}: raise it, or leave it None"
             )
         return config.kv_cache_bytes // block_bytes
     most_useful = config.max_num_seqs * -(-max_model_len // config.block_size)

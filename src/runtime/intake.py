@@ -15,7 +15,7 @@ from motet.runtime.block_hash import root_hash
 from motet.runtime.request import Clock, Request
 from motet.runtime.scheduler_output import SamplingSpec
 
-if TYPE_CHECKING:  # torch is behind these
+if TYPE_CHECKING:
     from motet.lora.adapter import AdapterRef
     from motet.runtime.models.generation_defaults import GenerationDefaults
 
@@ -36,7 +36,7 @@ class Intake:
     """dtype and layout of the KV cache."""
     seed: int
     clock: Clock = time.monotonic
-    _arrivals: itertools.count[int] = field(default_factory=itertools.count)
+    _request_ids: itertools.count[int] = field(default_factory=itertools.count)
 
     @property
     def max_total_tokens(self) -> int:
@@ -61,12 +61,11 @@ class Intake:
                 f"logprobs is {params.logprobs}, but the vocabulary has {self.vocab_size} tokens"
             )
         self.check_ids(params.stop_token_ids, "stop_token_ids")
-        arrival = next(self._arrivals)
+        request_id = next(self._request_ids)
         return Request(
-            request_id=arrival,
-            arrival=arrival,
+            request_id=request_id,
             params=params,
-            sampling=self._resolve(params, arrival),
+            sampling=self._resolve(params, request_id),
             max_total_tokens=self.max_total_tokens,
             clock=self.clock,
             tenant=tenant,
@@ -109,7 +108,7 @@ class Intake:
                 f"{what}: token id {wrong} is outside the vocabulary (0 to {self.vocab_size - 1})"
             )
 
-    def _resolve(self, params: SamplingParams, arrival: int) -> SamplingSpec:
+    def _resolve(self, params: SamplingParams, request_id: int) -> SamplingSpec:
         defaults = self.defaults
         temperature = params.temperature
         if temperature is None:
@@ -124,15 +123,15 @@ class Intake:
             end_token_ids |= frozenset(self.eos_token_ids)
         return SamplingSpec(
             temperature=temperature,
-            top_k=top_k or 0,
+            top_k=min(top_k or 0, self.vocab_size),
             top_p=1.0 if top_p is None else top_p,
             min_p=min_p or 0.0,
-            seed=params.seed if params.seed is not None else self._seed_of(arrival),
+            seed=params.seed if params.seed is not None else self._seed_of(request_id),
             logprobs=params.logprobs,
             min_tokens=params.min_tokens,
             end_token_ids=end_token_ids,
         )
 
-    def _seed_of(self, arrival: int) -> int:
-        digest = blake2b(f"{self.seed}:{arrival}".encode(), digest_size=8).digest()
+    def _seed_of(self, request_id: int) -> int:
+        digest = blake2b(f"{self.seed}:{request_id}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little")

@@ -31,26 +31,38 @@ class KVCacheManager:
         """The ids of the request's blocks, in the order of its tokens; empty if it holds none."""
         return self._tables.get(request.request_id, [])
 
-    def missing_for(self, request: Request, victims: Sequence[Request] = ()) -> int:
+    def match(self, request: Request) -> list[int]:
+        """The longest chain of cached blocks that the request's tokens begin with, without its last token.
+
+        That token must be computed to have logits.
+        """
+        hits: list[int] = []
+        if self.enable_prefix_caching:
+            for index in range((request.num_tokens - 1) // self.block_size):
+                block_id = self.pool.lookup(self._hash(request, index))
+                if block_id is None:
+                    break
+                hits.append(block_id)
+        return hits
+
+    def missing_for(self, request: Request, hits: Sequence[int], victims: Sequence[Request] = ()) -> int:
         """How many more blocks must come free before `admit` can succeed (0: now).
 
-        `victims` are taken to have given theirs back.
+        `hits` are what `match` said; `victims` are taken to have given theirs back.
         """
-        hits = self._match(request)
         wanted = self.num_blocks_for(request.num_tokens) - len(hits)
         return max(0, wanted - self._num_free_without(victims, hits))
 
-    def admit(self, request: Request) -> int:
+    def admit(self, request: Request, hits: Sequence[int]) -> int:
         """Gives a request that holds nothing the blocks for all its known tokens.
 
-        Returns how many of its tokens have their KV already, from the prefix cache; always fewer than all
-        (the last token must be computed to have logits). Only after `missing_for` said 0.
+        Returns how many of its tokens have their KV already, from the prefix cache. Only after `match` said
+        `hits` and `missing_for` said 0, with nothing but victims' blocks coming free since.
         """
         assert request.request_id not in self._tables, "admitted twice"
-        hits = self._match(request)
         self.pool.hold(hits)
         fresh = self.pool.allocate(self.num_blocks_for(request.num_tokens) - len(hits))
-        self._tables[request.request_id] = hits + fresh
+        self._tables[request.request_id] = [*hits, *fresh]
         self._num_published[request.request_id] = len(hits)
         return len(hits) * self.block_size
 
@@ -90,17 +102,6 @@ class KVCacheManager:
         taken = sum(self.pool.ref_count(block_id) == held[block_id] for block_id in reserved)
         return self.pool.num_free + freed - taken
 
-    def _match(self, request: Request) -> list[int]:
-        """The longest chain of cached blocks that the request's tokens begin with, without its last token."""
-        hits: list[int] = []
-        if self.enable_prefix_caching:
-            for index in range((request.num_tokens - 1) // self.block_size):
-                block_id = self.pool.lookup(self._hash(request, index))
-                if block_id is None:
-                    break
-                hits.append(block_id)
-        return hits
-
     def _hash(self, request: Request, index: int) -> bytes:
         """The hash of the request's block `index`; computed once, since known tokens never change."""
         hashes = request.block_hashes
@@ -111,7 +112,7 @@ class KVCacheManager:
         return hashes[index]
 
     def check_integrity(self) -> None:
-        """Asserts that reference counts equal the occurrences in tables, and that tables waste no block."""
+        """Asserts that reference counts equal the occurrences in tables, and that no table names a block twice."""
         self.pool.check_integrity()
         held = Counter(block_id for table in self._tables.values() for block_id in table)
         for block_id in range(self.pool.num_blocks):

@@ -9,7 +9,7 @@ import torch
 from motet.kernels.ops import Ops
 from motet.lora.arena import AdapterArena
 from motet.runtime.forward_batch import BatchBuilder
-from motet.runtime.models.base import CausalLM
+from motet.runtime.models.base import CausalLM, KVGroup
 from motet.runtime.sampler import sample
 from motet.runtime.scheduler_output import Sample, SchedulerOutput, StepResult
 
@@ -32,6 +32,7 @@ class ModelRunner:
         model: CausalLM,
         ops: Ops,
         arena: AdapterArena,
+        group: KVGroup,
         *,
         num_blocks: int,
         block_size: int,
@@ -39,7 +40,6 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._ops = ops
-        (group,) = model.kv_spec()
         self._kv_caches = [
             ops.new_kv_cache(num_blocks, block_size, group.num_kv_heads, group.head_dim)
             for _ in range(group.num_layers)

@@ -22,4 +22,4 @@ POLICIES: dict[str, Policy] = {
 
 def order(policy: Policy, request: Request) -> tuple[int, bool, int]:
     """Sorts requests into the order of service."""
-    return policy(request), request.status is not RequestStatus.RUNNING, request.arrival
+    return policy(request), request.status is not RequestStatus.RUNNING, request.request_id

@@ -11,7 +11,7 @@ from motet.errors import MotetError
 from motet.params import SamplingParams
 from motet.runtime.scheduler_output import Sample, SamplingSpec
 
-if TYPE_CHECKING:  # torch is behind these
+if TYPE_CHECKING:
     from motet.lora.adapter import AdapterRef
     from motet.runtime.detokenizer import Detokenizer
 
@@ -66,9 +66,7 @@ class Request:
     """One request. Belongs to the engine thread once it is added to the scheduler."""
 
     request_id: int
-    """Unique in the engine's life. The user's own id is a label, kept by the SDK."""
-    arrival: int
-    """Number in the order of arrival."""
+    """Unique in the engine's life, in the order of arrival. The user's own id is a label, kept by the SDK."""
     params: SamplingParams
     sampling: SamplingSpec
     max_total_tokens: int

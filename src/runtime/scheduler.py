@@ -181,12 +181,13 @@ class Scheduler:
     def _admit(self, request: Request, later: list[Request]) -> bool:
         """Whether a waiting request could be made a running one, now."""
         seats = len(self._running) + len(self._leaving) + 1 - self.max_num_seqs
-        if not self._make_room(later, lambda victims: self.kv.missing_for(request, victims), seats):
+        hits = self.kv.match(request)
+        if not self._make_room(later, lambda victims: self.kv.missing_for(request, hits, victims), seats):
             return False
         self._waiting.remove(request)
         request.move_to(RequestStatus.RUNNING)
         self._running.append(request)
-        request.num_computed_tokens = self.kv.admit(request)
+        request.num_computed_tokens = self.kv.admit(request, hits)
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
             self.prefix_query_tokens += request.num_prompt_tokens
@@ -253,8 +254,9 @@ class Scheduler:
                 if request.num_in_flight == 0:
                     self._release(request)
                 continue
-            self.kv.publish(request, chunk.start + len(chunk.token_ids))
             deltas += self._take_samples(request, chunk, result)
+            if request.error is None:  # what a fault has touched is for nobody else
+                self.kv.publish(request, chunk.start + len(chunk.token_ids))
             if request.finish_reason is not None:
                 self._end(request)
         return deltas

@@ -61,10 +61,6 @@ class SchedulerOutput:
     new: tuple[NewRequest, ...]
     chunks: tuple[Chunk, ...]
 
-    @property
-    def num_scheduled_tokens(self) -> int:
-        return sum(len(chunk.token_ids) for chunk in self.chunks)
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:

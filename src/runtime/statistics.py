@@ -15,13 +15,14 @@ RATE_WINDOW = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class RuntimeStatistics:
-    """A snapshot after one step. Counts are of live requests unless they say total."""
+class EngineStats:
+    """A snapshot of an engine after a step. Counts are of live requests unless they say total."""
 
     running: int = 0
     waiting: int = 0
     """Preempted ones included."""
     blocked: int = 0
+    """Waiting for something named, such as their prompt's tokens."""
     preemptions: int = 0
     """Total since the start."""
     kv_blocks_total: int = 0
@@ -32,7 +33,7 @@ class RuntimeStatistics:
     prefix_hit_tokens: int = 0
     """Total prompt tokens that came from the prefix cache."""
     prefix_query_tokens: int = 0
-    """Total prompt tokens that were looked up in it."""
+    """Total prompt tokens of the requests that ran."""
     tokens_per_second: float = 0.0
     """Output tokens of all requests, over the last seconds."""
     seconds_per_request: float = 1.0
@@ -40,13 +41,17 @@ class RuntimeStatistics:
     per_adapter: Mapping[str, int] = field(default_factory=dict)
     """Live requests by adapter name; those without an adapter under ""."""
     per_tenant: Mapping[str, int] = field(default_factory=dict)
+    """Live requests by tenant."""
+    backend: str = ""
+    """Which kernels compute: "reference"."""
 
 
 class StatisticsKeeper:
     """Counts what cannot be read off the scheduler. The engine thread owns it."""
 
-    def __init__(self, scheduler: Scheduler, clock: Clock = time.monotonic) -> None:
+    def __init__(self, scheduler: Scheduler, backend: str = "", *, clock: Clock = time.monotonic) -> None:
         self._scheduler = scheduler
+        self._backend = backend
         self._clock = clock
         self._tokens: deque[tuple[float, int]] = deque()
         self._ends: deque[float] = deque(maxlen=32)
@@ -67,9 +72,9 @@ class StatisticsKeeper:
     def count(self, deltas: Sequence[Delta]) -> None:
         self._tokens.append((self._clock(), sum(delta.sample is not None for delta in deltas)))
 
-    def snapshot(self) -> RuntimeStatistics:
+    def snapshot(self) -> EngineStats:
         scheduler, pool = self._scheduler, self._scheduler.kv.pool
-        return RuntimeStatistics(
+        return EngineStats(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             blocked=scheduler.num_blocked,
@@ -85,6 +90,7 @@ class StatisticsKeeper:
             else 1.0,
             per_adapter=dict(self._per_adapter),
             per_tenant=dict(self._per_tenant),
+            backend=self._backend,
         )
 
     def _rate(self) -> float:

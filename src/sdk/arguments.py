@@ -9,11 +9,16 @@ from operator import index
 from motet.errors import InvalidRequest
 from motet.params import SamplingParams
 
+MIN_DEADLINE = 1e-3
+"""Seconds. What is shorter is a mistake: no step is."""
+
 
 def prompt_of(prompt: str | Sequence[int]) -> str | list[int]:
     """The prompt as text or as a list of plain ints. Raises InvalidRequest."""
     if isinstance(prompt, str):
         return prompt
+    if isinstance(prompt, (bytes, bytearray)):
+        raise InvalidRequest("the prompt is bytes: decode it to a str first")
     try:
         return [index(token_id) for token_id in prompt]
     except TypeError:
@@ -23,9 +28,24 @@ def prompt_of(prompt: str | Sequence[int]) -> str | list[int]:
 
 
 def check_name(value: object, what: str) -> None:
-    """Raises InvalidRequest unless the value is a string that is not empty."""
+    """Raises InvalidRequest unless the value is a string of Unicode characters that is not empty."""
     if not isinstance(value, str) or not value:
         raise InvalidRequest(f"{what} must be a string that is not empty, not {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{what} {value!r} holds a lone surrogate, which is no character") from None
+
+
+def check_seconds(value: object, what: str, *, least: float) -> None:
+    """Raises InvalidRequest unless the value is a number of seconds, at least `least`."""
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or value < least
+    ):
+        raise InvalidRequest(f"{what} must be a number of seconds, at least {least:g}, not {value!r}")
 
 
 def check_arguments(
@@ -37,9 +57,7 @@ def check_arguments(
     check_name(tenant, "tenant")
     if not isinstance(priority, int):
         raise InvalidRequest(f"priority must be an int, not {priority!r}")
-    if deadline is not None and not (
-        isinstance(deadline, (int, float)) and math.isfinite(deadline) and deadline > 0
-    ):
-        raise InvalidRequest(f"deadline must be a positive number of seconds from now, not {deadline!r}")
+    if deadline is not None:
+        check_seconds(deadline, "deadline", least=MIN_DEADLINE)
     if request_id is not None:
         check_name(request_id, "request_id")

@@ -7,12 +7,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from motet.errors import InvalidRequest
 from motet.sdk.loops import Loop, LoopGone
 from motet.sdk.outputs import Token, Usage
 from motet.sdk.stream import StreamEnd, TokenStream
 
 if TYPE_CHECKING:
     from motet.runtime.request import Delta, Request
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """Where to find the stream of a live request."""
+
+    name: str
+    """The user's id of the request."""
+    loop: Loop
+    stream: weakref.ref[TokenStream]
 
 
 @dataclass(slots=True)
@@ -27,20 +38,30 @@ class _Parcel:
 class Delivery:
     """Knows which stream each live request belongs to, and holds none of them alive.
 
-    `attach` may be called on any thread, `deliver` on the engine thread only. `on_end` is told, on the
-    engine thread, of each request that has ended; `abort` is asked to end those whose event loop is gone.
+    Streams may be attached on any thread; `deliver` is for the engine thread only. `abort` is asked to end
+    the requests whose event loop is gone.
     """
 
-    def __init__(self, on_end: Callable[[int], None], abort: Callable[[int], None]) -> None:
-        self._on_end = on_end
+    def __init__(self, abort: Callable[[int], None]) -> None:
         self._abort = abort
-        self._addresses: dict[int, tuple[Loop, weakref.ref[TokenStream]]] = {}
+        self._addresses: dict[int, _Address] = {}
+        self.ids: dict[str, int] = {}
+        """The engine's own number of each live request, by the user's id."""
 
     def attach(self, request_id: int, loop: Loop, stream: TokenStream) -> None:
-        self._addresses[request_id] = (loop, weakref.ref(stream))
+        """Raises InvalidRequest if the stream's own id is that of a live request."""
+        name = stream.request_id
+        if self.ids.setdefault(name, request_id) != request_id:
+            raise InvalidRequest(
+                f"request_id {name!r} is still live: choose another, or wait until that one ends"
+            )
+        self._addresses[request_id] = _Address(name, loop, weakref.ref(stream))
 
     def detach(self, request_id: int) -> None:
-        self._addresses.pop(request_id, None)
+        """The request has ended: its name is free again."""
+        address = self._addresses.pop(request_id, None)
+        if address is not None:
+            del self.ids[address.name]
 
     def deliver(self, deltas: Sequence[Delta]) -> None:
         """Sends each stream its part. Never blocks; what nobody waits for any more is dropped."""
@@ -50,15 +71,14 @@ class Delivery:
             address = self._addresses.get(request.request_id)
             if address is None:
                 continue
-            loop, stream = address
-            parcel = by_loop.setdefault(loop, {}).setdefault(request.request_id, _Parcel(stream))
+            parcels = by_loop.setdefault(address.loop, {})
+            parcel = parcels.setdefault(request.request_id, _Parcel(address.stream))
             is_last = request.is_finished and delta is _last_of(request, deltas)
             if delta.sample is not None:
                 parcel.tokens.append(_token(delta, is_last))
             if is_last:
                 parcel.end = _end(request)
                 self.detach(request.request_id)
-                self._on_end(request.request_id)
         for loop, parcels in by_loop.items():
             try:
                 loop.call_soon(_hand_over, list(parcels.values()))

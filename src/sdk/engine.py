@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
+from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
@@ -14,16 +15,19 @@ import anyio.to_thread
 from motet.config import EngineConfig
 from motet.errors import EngineClosed, InvalidRequest, QueueFull
 from motet.params import SamplingParams
-from motet.sdk.arguments import check_arguments, check_name, prompt_of
+from motet.sdk.arguments import check_arguments, check_name, check_seconds, prompt_of
 from motet.sdk.delivery import Delivery
 from motet.sdk.loops import current_loop, wait_for
-from motet.sdk.outputs import Completion, EngineStats
+from motet.sdk.outputs import Completion
 from motet.sdk.stream import TokenStream
 
 if TYPE_CHECKING:  # torch is behind these, or they are not needed before an engine starts
     from motet.lora.pool import AdapterInfo
     from motet.runtime.build import Runtime
+    from motet.runtime.engine_loop import EngineLoop
     from motet.runtime.engine_thread import EngineThread
+    from motet.runtime.request import Request
+    from motet.runtime.statistics import EngineStats
 
 
 class AsyncEngine:
@@ -52,28 +56,35 @@ class AsyncEngine:
     async def start(self) -> None:
         """Loads the model and begins to serve. Does nothing if it serves already.
 
-        Raises ModelNotFound, UnsupportedModel or CorruptCheckpoint. Cancelled, it leaves the engine closed.
+        Raises ModelNotFound, UnsupportedModel, CorruptCheckpoint, or ModelError if the model cannot run with
+        this config. Cancelled, it leaves the engine closed.
         A closed or dead engine starts empty: without adapters and with a cold cache.
         """
-        if self._session is not None and self._session.thread.is_stopping:
-            await wait_for(self._session.thread.ended)
+        await anyio.to_thread.run_sync(import_module, "motet.runtime.engine_thread")  # torch: seconds
+        ending = self._session
+        if ending is not None and ending.thread.is_stopping:
+            await wait_for(ending.thread.ended)
         with self._gate:
-            if self._session is None or self._session.thread.refusal is not None:
-                self._session = _Session(self._model, self._config)
-                weakref.finalize(self, self._session.thread.stop)  # for an engine that is dropped unclosed
-                self._session.thread.start()
             session = self._session
+            if session is None or session.thread.refusal is not None:
+                self._session = session = _Session(self._model, self._config)
+                weakref.finalize(self, session.thread.stop)  # for an engine that is dropped unclosed
+                session.thread.start()
         try:
             await wait_for(session.thread.started)
         except BaseException:
             session.thread.stop()
             raise
+        if session.thread.is_stopping:
+            raise EngineClosed("the engine was closed while it started")
 
     async def aclose(self, *, drain: float | None = 0.0) -> None:
         """Refuses new requests at once, gives live ones `drain` seconds to end (None: without limit), and closes.
 
         What is left then raises EngineClosed. Cancelled, it stops draining. Does nothing on a closed engine.
         """
+        if drain is not None:
+            check_seconds(drain, "drain", least=0.0)
         session = self._session
         if session is None:
             return
@@ -125,7 +136,7 @@ class AsyncEngine:
         text_or_ids = prompt_of(prompt)
         if not isinstance(text_or_ids, str):
             runtime.intake.check_prompt(text_or_ids, params)
-        session.check_room(self._config)
+        session.check_room()
         name = request_id if request_id is not None else os.urandom(8).hex()
         ref = runtime.adapters.acquire(adapter) if adapter is not None else None
         try:
@@ -137,12 +148,7 @@ class AsyncEngine:
                 priority=priority,
                 deadline=deadline,
             )
-            stream = session.open(name, request.request_id)
-            try:
-                session.thread.add(request, text_or_ids)
-            except BaseException:
-                session.forget(request.request_id)
-                raise
+            stream = session.open(name, request, text_or_ids)
         except BaseException:
             if ref is not None:
                 runtime.adapters.release(ref)
@@ -176,12 +182,8 @@ class AsyncEngine:
     async def abort(self, request_id: str) -> bool:
         """Ends a request in whatever state it is; its stream raises RequestAborted. False if none is live."""
         session, _ = self._running()
-        internal_id = session.ids.get(request_id)
-        if internal_id is None:
-            return False
-        return (
-            await wait_for(session.thread.abort_where(lambda request: request.request_id == internal_id)) > 0
-        )
+        internal_id = session.delivery.ids.get(request_id)
+        return internal_id is not None and await wait_for(session.thread.abort(internal_id))
 
     # -- adapters ----------------------------------------------------------------------------------------
 
@@ -194,7 +196,7 @@ class AsyncEngine:
         began with. `pin` keeps the adapter on the device for as long as it is loaded. Raises AdapterExists,
         AdapterLoadError (files missing or damaged, made for another model, no room), UnsupportedAdapter.
         """
-        _, runtime = self._running()
+        session, runtime = self._running()
         check_name(name, "an adapter's name")
 
         def load() -> AdapterInfo:
@@ -204,7 +206,8 @@ class AsyncEngine:
             return runtime.adapters.add(name, weights, replace=replace, pin=pin)
 
         info = await anyio.to_thread.run_sync(load)
-        self._running()
+        if self._running()[0] is not session:
+            raise EngineClosed("the engine was started anew meanwhile: load the adapter again")
         return info
 
     async def unload_adapter(self, name: str, *, in_flight: Literal["finish", "abort"] = "finish") -> None:
@@ -228,79 +231,62 @@ class AsyncEngine:
 
     def stats(self) -> EngineStats:
         """A snapshot taken after the last step."""
-        session, runtime = self._running()
-        now = session.thread.statistics
-        return EngineStats(
-            running=now.running,
-            waiting=now.waiting,
-            blocked=now.blocked,
-            preemptions=now.preemptions,
-            kv_blocks_total=now.kv_blocks_total,
-            kv_blocks_used=now.kv_blocks_used,
-            kv_blocks_cached=now.kv_blocks_cached,
-            prefix_hit_tokens=now.prefix_hit_tokens,
-            prefix_query_tokens=now.prefix_query_tokens,
-            tokens_per_second=now.tokens_per_second,
-            per_adapter=now.per_adapter,
-            per_tenant=now.per_tenant,
-            backend=runtime.backend,
-        )
+        return self._running()[0].serving.statistics
 
     def _running(self) -> tuple[_Session, Runtime]:
-        """The session that serves. Raises EngineClosed or EngineDead."""
+        """The session that serves, and its runtime. Raises EngineClosed or EngineDead."""
         session = self._session
         if session is None:
             raise EngineClosed(
                 "the engine is not running: use `async with engine:` or `await engine.start()`"
             )
-        refusal = session.thread.refusal
-        if refusal is not None:
-            raise refusal
-        if not session.thread.started.done():
-            raise EngineClosed("the engine is still loading its model: wait for `start()`")
-        return session, session.thread.started.result()
+        return session, session.serving.runtime
 
 
 class _Session:
-    """One life of an engine, from start to close: its thread and its live requests."""
+    """One life of an engine, from start to close: its thread, and the streams of its live requests."""
 
     def __init__(self, model: str | os.PathLike[str], config: EngineConfig) -> None:
-        from motet.runtime.engine_thread import EngineThread  # loads torch
+        from motet.runtime.engine_thread import EngineThread
 
-        self.ids: dict[str, int] = {}
-        """The engine's own number of each live request, by the user's id."""
-        self._names: dict[int, str] = {}
-        self._delivery = Delivery(self.forget, self._abort)
-        self.thread: EngineThread = EngineThread(model, config, self._delivery.deliver)
+        self._config = config
+        self.delivery = Delivery(self._cancel)
+        self.thread: EngineThread = EngineThread(model, config, self.delivery.deliver)
 
-    def check_room(self, config: EngineConfig) -> None:
+    @property
+    def serving(self) -> EngineLoop:
+        """What the thread drives. Raises EngineClosed or EngineDead if it does not serve."""
+        loop = self.thread.loop
+        refusal = self.thread.refusal
+        if refusal is not None:
+            raise refusal
+        if loop is None:
+            raise EngineClosed("the engine is still loading its model: wait for `start()`")
+        return loop
+
+    def check_room(self) -> None:
         """Raises QueueFull if as many requests wait as may."""
-        if config.max_waiting is not None and len(self._names) >= config.max_num_seqs + config.max_waiting:
-            retry_after = self.thread.statistics.seconds_per_request
+        live, config = len(self.delivery.ids), self._config
+        if config.max_waiting is not None and live >= config.max_num_seqs + config.max_waiting:
+            retry_after = self.serving.statistics.seconds_per_request
             raise QueueFull(
-                f"{len(self._names)} requests are live: max_num_seqs ({config.max_num_seqs}) may run and max_waiting "
-                f"({config.max_waiting}) may wait; try again in {retry_after:.1f} s",
+                f"{live} requests are live: max_num_seqs ({config.max_num_seqs}) may run and "
+                f"max_waiting ({config.max_waiting}) may wait; try again in {retry_after:.1f} s",
                 retry_after=retry_after,
             )
 
-    def open(self, name: str, internal_id: int) -> TokenStream:
-        """A stream for a new request. Raises InvalidRequest if the name is that of a live one."""
+    def open(self, name: str, request: Request, prompt: str | list[int]) -> TokenStream:
+        """Begins a request. Raises InvalidRequest if the name is that of a live one, EngineClosed, EngineDead."""
         loop = current_loop()
-        if self.ids.setdefault(name, internal_id) != internal_id:
-            raise InvalidRequest(
-                f"request_id {name!r} is still live: choose another, or wait until that one ends"
-            )
-        self._names[internal_id] = name
-        stream = TokenStream(name, lambda: self._abort(internal_id), loop)
-        self._delivery.attach(internal_id, loop, stream)
+        request_id, thread = request.request_id, self.thread
+        stream = TokenStream(name, lambda: thread.cancel(request_id), loop)
+        self.delivery.attach(request_id, loop, stream)
+        try:
+            thread.add(request, prompt)
+        except BaseException:
+            self.delivery.detach(request_id)
+            raise
         return stream
 
-    def forget(self, internal_id: int) -> None:
-        """A request has ended: its name is free again."""
-        self._delivery.detach(internal_id)
-        name = self._names.pop(internal_id, None)
-        if name is not None:
-            self.ids.pop(name, None)
-
-    def _abort(self, internal_id: int) -> None:
-        self.thread.abort(internal_id)
+    def _cancel(self, request_id: int) -> None:
+        self.thread.cancel(request_id)

@@ -79,33 +79,3 @@ class Completion:
     @property
     def finish_reason(self) -> str:
         return self.outputs[0].finish_reason
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot of an engine. Counts are of live requests unless they say total."""
-
-    running: int
-    waiting: int
-    """Preempted ones included."""
-    blocked: int
-    """Waiting for something named, such as their prompt's tokens."""
-    preemptions: int
-    """Total since the start."""
-    kv_blocks_total: int
-    kv_blocks_used: int
-    """Held by requests."""
-    kv_blocks_cached: int
-    """Held by none, content kept for an equal prefix."""
-    prefix_hit_tokens: int
-    """Total prompt tokens that came from the prefix cache."""
-    prefix_query_tokens: int
-    """Total prompt tokens that were looked up in it."""
-    tokens_per_second: float
-    """Output tokens of all requests, over the last seconds."""
-    per_adapter: Mapping[str, int]
-    """Live requests by adapter name; those without an adapter under ""."""
-    per_tenant: Mapping[str, int]
-    """Live requests by tenant."""
-    backend: str
-    """Which kernels compute: "reference"."""

@@ -106,7 +106,6 @@ def make_request(
     digest = None if adapter_slot < 0 else b"adapter %d" % adapter_slot
     request = Request(
         request_id=request_id,
-        arrival=request_id,
         params=SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens),
         sampling=make_sampling(seed=seed, min_tokens=min_tokens, end_token_ids=end_token_ids),
         max_total_tokens=max_total_tokens,
@@ -259,7 +258,7 @@ class FakeRunner:
             assert new.request_id not in self.rows, "told twice"
             self.rows[new.request_id] = _Row(new)
         assert len(self.rows) <= self.max_num_seqs, "no row left"
-        assert 0 < plan.num_scheduled_tokens <= self.max_num_batched_tokens
+        assert 0 < sum(len(chunk.token_ids) for chunk in plan.chunks) <= self.max_num_batched_tokens
         counts = Counter(chunk.request_id for chunk in plan.chunks)
         assert set(counts.values()) == {1}, "one chunk a request"
         samples: dict[int, tuple[Sample, ...]] = {}

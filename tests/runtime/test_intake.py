@@ -181,7 +181,9 @@ def test_a_request_is_blocked_and_has_what_it_was_given() -> None:
 def test_ids_are_never_used_twice_and_follow_the_order_of_arrival() -> None:
     intake = make_intake()
     requests = [make(intake) for _ in range(5)]
-    assert [request.arrival for request in requests] == sorted({request.request_id for request in requests})
+    assert [request.request_id for request in requests] == sorted(
+        {request.request_id for request in requests}
+    )
 
 
 def test_case_7_and_9_only_equal_model_adapter_and_tenant_share_a_root() -> None:

@@ -56,15 +56,17 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
     def admit(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(self.outside))
         victims = data.draw(st.lists(st.sampled_from(self.inside), unique=True)) if self.inside else []
-        missing = self.kv.missing_for(request, victims)
+        missing = self.kv.missing_for(request, self.kv.match(request), victims)
         for victim in victims:
             self.free(victim)
-        assert missing == self.kv.missing_for(request), "what victims give back is foretold exactly"
+        assert missing == self.kv.missing_for(request, self.kv.match(request)), (
+            "what victims give back is foretold exactly"
+        )
         if missing:
             assert self.kv.pool.num_free < self.kv.num_blocks_for(request.num_tokens)
             return
         free_before = self.kv.pool.num_free
-        num_computed = self.kv.admit(request)
+        num_computed = self.kv.admit(request, self.kv.match(request))
         self.outside.remove(request)
         self.inside.append(request)
         assert num_computed % self.kv.block_size == 0
@@ -153,7 +155,7 @@ def warm(
 ) -> None:
     """Leaves the prompt's full blocks in the cache."""
     request = make_request(prompt, request_id=1000, tenant=tenant, adapter_slot=adapter_slot)
-    kv.admit(request)
+    kv.admit(request, kv.match(request))
     kv.publish(request, request.num_tokens)
     kv.free(request)
 
@@ -162,7 +164,7 @@ def hits(
     kv: KVCacheManager, prompt: Sequence[int] = PROMPT, *, tenant: str = "x", adapter_slot: int = -1
 ) -> int:
     request = make_request(prompt, request_id=1001, tenant=tenant, adapter_slot=adapter_slot)
-    num_computed = kv.admit(request)
+    num_computed = kv.admit(request, kv.match(request))
     kv.free(request)
     return num_computed
 
@@ -205,7 +207,7 @@ def test_without_prefix_caching_nothing_is_ever_hit() -> None:
 def test_only_blocks_full_of_computed_tokens_are_published() -> None:
     kv = make_kv(block_size=4)
     request = make_request(PROMPT)
-    kv.admit(request)
+    kv.admit(request, kv.match(request))
     kv.publish(request, 7)
     assert hits(kv, tenant="default") == 4
     kv.publish(request, 8)
@@ -215,7 +217,7 @@ def test_only_blocks_full_of_computed_tokens_are_published() -> None:
 def test_a_request_takes_what_its_prompt_needs_and_no_reservation_of_max_tokens() -> None:
     kv = make_kv(block_size=4, num_blocks=100)
     request = make_request(PROMPT, max_tokens=300)
-    kv.admit(request)
+    kv.admit(request, kv.match(request))
     assert len(kv.table(request)) == 3
 
 
@@ -223,7 +225,7 @@ def test_a_request_takes_what_its_prompt_needs_and_no_reservation_of_max_tokens(
 def test_a_table_wastes_less_than_one_block(block_size: int) -> None:
     kv = make_kv(block_size=block_size, num_blocks=100)
     request = make_request(PROMPT)
-    kv.admit(request)
+    kv.admit(request, kv.match(request))
     for num_tokens in range(len(PROMPT), 40):
         kv.grow(request, num_tokens)
         assert 0 <= len(kv.table(request)) * block_size - num_tokens < block_size
@@ -233,36 +235,44 @@ def test_blocks_that_are_hit_are_not_counted_as_free_for_the_rest() -> None:
     kv = make_kv(block_size=4, num_blocks=3)
     warm(kv)
     other = make_request((0,), request_id=7)
-    kv.admit(other)
+    kv.admit(other, kv.match(other))
     request = make_request(PROMPT, tenant="x")
     assert kv.pool.num_free == 2
-    assert kv.missing_for(request) == 1, "two of three blocks are hits, and both are the free ones"
+    assert kv.missing_for(request, kv.match(request)) == 1, (
+        "two of three blocks are hits, and both are the free ones"
+    )
     kv.free(other)
-    assert kv.missing_for(request) == 0
+    assert kv.missing_for(request, kv.match(request)) == 0
 
 
 def test_blocks_that_victims_share_with_the_newcomer_make_no_room_for_it() -> None:
     kv = make_kv(block_size=4, num_blocks=3)
     sharer, other = make_request(PROMPT[:8], request_id=1), make_request((0,), request_id=2)
-    kv.admit(sharer)
+    kv.admit(sharer, kv.match(sharer))
     kv.publish(sharer, 8)
-    kv.admit(other)
+    kv.admit(other, kv.match(other))
     newcomer = make_request(PROMPT, request_id=3)
-    assert kv.missing_for(newcomer) == 1
-    assert kv.missing_for(newcomer, [sharer]) == 1, "it would hit both blocks that come free"
-    assert kv.missing_for(newcomer, [other]) == 0
+    assert kv.missing_for(newcomer, kv.match(newcomer)) == 1
+    assert kv.missing_for(newcomer, kv.match(newcomer), [sharer]) == 1, (
+        "it would hit both blocks that come free"
+    )
+    assert kv.missing_for(newcomer, kv.match(newcomer), [other]) == 0
 
 
 def test_a_victim_gives_back_only_what_nobody_else_holds() -> None:
     kv = make_kv(block_size=4, num_blocks=4)
     first, second = (make_request((*PROMPT[:4], i, i), request_id=i) for i in (1, 2))
-    kv.admit(first)
+    kv.admit(first, kv.match(first))
     kv.publish(first, 4)
-    kv.admit(second)
+    kv.admit(second, kv.match(second))
     newcomer = make_request([0] * 12, request_id=3)
-    assert kv.missing_for(newcomer) == 2
-    assert kv.missing_for(newcomer, [first]) == kv.missing_for(newcomer, [second]) == 1
-    assert kv.missing_for(newcomer, [first, second]) == 0
+    assert kv.missing_for(newcomer, kv.match(newcomer)) == 2
+    assert (
+        kv.missing_for(newcomer, kv.match(newcomer), [first])
+        == kv.missing_for(newcomer, kv.match(newcomer), [second])
+        == 1
+    )
+    assert kv.missing_for(newcomer, kv.match(newcomer), [first, second]) == 0
     assert kv.missing_to_grow(first, 16, [second]) == 0
     assert kv.missing_to_grow(first, 16) == 1
 
@@ -270,6 +280,6 @@ def test_a_victim_gives_back_only_what_nobody_else_holds() -> None:
 def test_a_request_cannot_be_admitted_twice() -> None:
     kv = make_kv()
     request = make_request()
-    kv.admit(request)
+    kv.admit(request, kv.match(request))
     with pytest.raises(AssertionError, match="admitted twice"):
-        kv.admit(request)
+        kv.admit(request, kv.match(request))

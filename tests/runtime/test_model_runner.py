@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from tests.tiny import greedy
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -16,6 +15,7 @@ from motet.lora.adapter import read_adapter
 from motet.params import SamplingParams
 from motet.runtime.build import Runtime, build_runtime
 from motet.runtime.request import Request
+from tests.tiny import greedy
 
 PROMPTS = [[3 + (7 * i * (row + 1)) % 250 for i in range(20 + row)] for row in range(7)]
 

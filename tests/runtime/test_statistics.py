@@ -8,7 +8,7 @@ from fakes import FakeClock, make_core, make_request, make_scheduler, run_until_
 from motet.lora.adapter import AdapterRef
 from motet.runtime.request import Delta, Request
 from motet.runtime.scheduler_output import Sample
-from motet.runtime.statistics import RATE_WINDOW, RuntimeStatistics, StatisticsKeeper
+from motet.runtime.statistics import RATE_WINDOW, EngineStats, StatisticsKeeper
 
 
 def deltas_of(request: Request, num_tokens: int) -> list[Delta]:
@@ -17,7 +17,7 @@ def deltas_of(request: Request, num_tokens: int) -> list[Delta]:
 
 def test_a_fresh_engine_has_nothing_but_its_blocks() -> None:
     snapshot = StatisticsKeeper(make_scheduler(num_blocks=16)).snapshot()
-    assert snapshot == RuntimeStatistics(kv_blocks_total=16)
+    assert snapshot == EngineStats(kv_blocks_total=16)
     with pytest.raises(dataclasses.FrozenInstanceError):
         snapshot.running = 1  # type: ignore[misc]  # that it cannot be is what is tested
 
@@ -66,7 +66,7 @@ def test_a_snapshot_does_not_change_afterwards() -> None:
 
 def test_the_token_rate_is_taken_over_the_last_seconds() -> None:
     clock = FakeClock()
-    keeper = StatisticsKeeper(make_scheduler(), clock)
+    keeper = StatisticsKeeper(make_scheduler(), clock=clock)
     request = make_request()
     keeper.enter(request)
     for _ in range(100):
@@ -81,7 +81,7 @@ def test_the_token_rate_is_taken_over_the_last_seconds() -> None:
 
 def test_ends_without_a_token_are_no_tokens() -> None:
     clock = FakeClock()
-    keeper = StatisticsKeeper(make_scheduler(), clock)
+    keeper = StatisticsKeeper(make_scheduler(), clock=clock)
     keeper.enter(request := make_request())
     for _ in range(3):
         clock.now += 1.0
@@ -91,7 +91,7 @@ def test_ends_without_a_token_are_no_tokens() -> None:
 
 def test_an_idle_engine_has_no_rate() -> None:
     clock = FakeClock()
-    keeper = StatisticsKeeper(make_scheduler(), clock)
+    keeper = StatisticsKeeper(make_scheduler(), clock=clock)
     keeper.enter(request := make_request())
     for _ in range(3):
         clock.now += 1.0
@@ -103,7 +103,7 @@ def test_an_idle_engine_has_no_rate() -> None:
 
 
 def test_two_steps_within_one_tick_of_the_clock_give_no_rate_yet() -> None:
-    keeper = StatisticsKeeper(make_scheduler(), FakeClock())
+    keeper = StatisticsKeeper(make_scheduler(), clock=FakeClock())
     keeper.enter(request := make_request())
     keeper.count(deltas_of(request, 1))
     keeper.count(deltas_of(request, 1))
@@ -112,7 +112,7 @@ def test_two_steps_within_one_tick_of_the_clock_give_no_rate_yet() -> None:
 
 def test_the_time_between_ends_is_their_mean() -> None:
     clock = FakeClock()
-    keeper = StatisticsKeeper(make_scheduler(), clock)
+    keeper = StatisticsKeeper(make_scheduler(), clock=clock)
     for _ in range(3):
         keeper.enter(request := make_request())
         clock.now += 4.0

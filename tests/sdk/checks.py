@@ -10,7 +10,7 @@ from motet import AsyncEngine
 async def settled(engine: AsyncEngine, *, within: float = 20.0) -> None:
     """Waits until no request is left, then asserts that nothing leaked."""
     session, runtime = engine._running()
-    await until(lambda: not session.ids and not engine.stats().per_tenant, within=within)
+    await until(lambda: not session.delivery.ids and not engine.stats().per_tenant, within=within)
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.blocked, stats.kv_blocks_used) == (0, 0, 0, 0)
     assert not stats.per_adapter

@@ -188,7 +188,7 @@ async def test_case_24_a_fault_in_one_requests_text_ends_that_stream_alone(engin
     mine = engine.stream([5, 7], LONG, request_id="mine")
     await mine.__anext__()
     session, runtime = engine._running()
-    (request,) = [r for r in runtime.core.scheduler.requests if r.request_id == session.ids["mine"]]
+    (request,) = [r for r in runtime.core.scheduler.requests if r.request_id == session.delivery.ids["mine"]]
 
     def fail(*_, **__):
         raise KeyError("no such piece")

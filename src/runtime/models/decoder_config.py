@@ -14,7 +14,7 @@ from motet.errors import CorruptCheckpoint, UnsupportedModel
 from motet.runtime.models.rope import SUPPORTED_ROPE_TYPES, RopeConfig, read_rope
 
 SUPPORTED = (
-    "supported are LlamaForCausalLM and Qwen2ForCausalLM with silu, full attention, "
+    "supported are silu, full attention, "
     f"rope {' or '.join(SUPPORTED_ROPE_TYPES)}, and weights that are not quantised"
 )
 

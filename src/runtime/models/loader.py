@@ -52,12 +52,18 @@ def load_model(path: str | os.PathLike[str], ops: Ops) -> LoadedModel:
         model = _build_model(checkpoint, ops)
         tokenizer = checkpoint.tokenizer()
         eos_token_ids = read_eos_token_ids(checkpoint.generation_config, checkpoint.config)
+        if outside := [i for i in eos_token_ids if not 0 <= i < model.vocab_size]:
+            raise CorruptCheckpoint(
+                f"config: eos_token_id {outside[0]} is outside the {model.vocab_size} tokens"
+            )
         generation_defaults = read_generation_defaults(checkpoint.generation_config)
         digest = _load_weights(model, checkpoint)
         model.finish_loading()  # only now that nobody holds views of what packing frees
         return LoadedModel(model, tokenizer, eos_token_ids, generation_defaults, digest)
     except ModelError as error:
         raise type(error)(f"{place}: {error}") from error
+    except OSError as error:
+        raise CorruptCheckpoint(f"{place}: a file cannot be read: {error}") from error
 
 
 def find_model(path: str | os.PathLike[str]) -> Path:

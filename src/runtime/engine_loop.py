@@ -1,0 +1,134 @@
+"""EngineLoop: what the engine thread does in each turn. Owns all mutable runtime state; one thread drives it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from os import PathLike
+
+from motet.config import EngineConfig
+from motet.errors import DeadlineExceeded, InvalidRequest, MotetError, RequestFailed
+from motet.runtime.build import build_runtime
+from motet.runtime.detokenizer import Detokenizer
+from motet.runtime.request import Delta, FinishReason, Request
+from motet.runtime.statistics import StatisticsKeeper
+
+Deliver = Callable[[Sequence[Delta]], None]
+Command = Callable[["EngineLoop"], object]
+
+PROMPT = "prompt"
+"""The prerequisite of every request: its prompt as token ids."""
+
+
+class EngineLoop:
+    """One loaded engine.
+
+    `deliver` takes what each step added to the streams; it must not block or raise. `post` brings a command
+    back to this loop from the tokenizer's thread; it raises a MotetError if the loop takes none any more.
+    Loads the model at once: raises the model errors.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str],
+        config: EngineConfig,
+        deliver: Deliver,
+        post: Callable[[Command], None],
+    ) -> None:
+        self._deliver = deliver
+        self._post = post
+        self.runtime = build_runtime(model, config, self._release)
+        self._core = self.runtime.core
+        self._tokenizer = self.runtime.tokenizer.build()
+        self._worker_tokenizer = self.runtime.tokenizer.build()  # one cannot be shared between threads
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="motet-tokenizer")
+        self._keeper = StatisticsKeeper(self._core.scheduler, self.runtime.backend)
+        self.statistics = self._keeper.snapshot()
+        """A snapshot, replaced in each turn. May be read on any thread."""
+
+    @property
+    def has_work(self) -> bool:
+        return self._core.has_work
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._core.scheduler.requests
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `turn` must be called although nothing else happens, on `time.monotonic`'s scale."""
+        return self._core.scheduler.next_deadline
+
+    def turn(self) -> None:
+        """Ends what is overdue, then runs one step if there is work. Raises what fails for all requests."""
+        for request_id in self._core.scheduler.expired(time.monotonic()):
+            error = DeadlineExceeded("the request's deadline passed before it was done")
+            self.finish(request_id, FinishReason.TIMEOUT, error)
+        deltas = self._core.step() if self.has_work else []
+        self._keeper.count(deltas)
+        self.statistics = self._keeper.snapshot()  # before anyone hears of the step
+        self._deliver(deltas)
+
+    def add(self, request: Request, prompt: str | list[int]) -> None:
+        """Takes a request in. Text is tokenised on a worker first; that request is blocked meanwhile."""
+        self._keeper.enter(request)
+        request.prerequisites.add(PROMPT)
+        self._core.scheduler.add(request)
+        if isinstance(prompt, str):
+            self._worker.submit(self._tokenize, request, prompt)
+        else:
+            self._take_prompt(request, prompt)
+
+    def finish(self, request_id: int, reason: FinishReason, error: MotetError) -> bool:
+        """Ends a request in whatever state it is. False if there is no such request any more."""
+        delta = self._core.scheduler.finish(request_id, reason, error)
+        if delta is not None:
+            self._deliver([delta])
+        return delta is not None
+
+    def live_requests(self) -> list[Request]:
+        return [request for request in self._core.scheduler.requests if not request.is_finished]
+
+    def end(self, reason: FinishReason, error: Callable[[], MotetError]) -> None:
+        """Ends every request, with an error of its own each. The loop is of no use afterwards."""
+        try:
+            self._worker.shutdown(wait=False, cancel_futures=True)
+        finally:
+            self._deliver(self._core.abandon(reason, error))
+
+    def _tokenize(self, request: Request, text: str) -> None:
+        """On the worker."""
+        if request.is_finished:
+            return
+        try:
+            token_ids: list[int] | BaseException = self._worker_tokenizer.encode(text)
+        except BaseException as exc:  # a panic in a tokenizer's native code is no Exception
+            token_ids = exc
+        try:
+            self._post(lambda loop: loop._take_prompt(request, token_ids))
+        except MotetError:
+            return  # the engine ended meanwhile, and the request with it
+
+    def _take_prompt(self, request: Request, prompt: list[int] | BaseException) -> None:
+        if request.is_finished:
+            return
+        try:
+            if isinstance(prompt, BaseException):
+                raise prompt
+            self.runtime.intake.check_prompt(prompt, request.params)
+            request.set_prompt(prompt, Detokenizer(self._tokenizer, prompt, request.params))
+        except InvalidRequest as error:
+            self.finish(request.request_id, FinishReason.ERROR, error)
+        except BaseException as exc:  # whatever a tokenizer may raise concerns this request alone
+            failure = RequestFailed(f"the tokenizer failed on this prompt: {exc}")
+            failure.__cause__ = exc
+            self.finish(request.request_id, FinishReason.ERROR, failure)
+        else:
+            self._core.scheduler.unblock(request, PROMPT)
+
+    def _release(self, request: Request) -> None:
+        """The one place where a request that was taken in gives its adapter back."""
+        self._keeper.leave(request)
+        if request.adapter is not None:
+            self.runtime.adapters.release(request.adapter)
