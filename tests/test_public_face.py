@@ -173,6 +173,33 @@ def test_a_token_is_frozen_and_prints_as_its_text():
         token.text = "no"
 
 
+def test_users_type_checkers_see_the_public_names(tmp_path: Path):
+    consumer = tmp_path / "consumer.py"
+    consumer.write_text(
+        f"from motet import {', '.join(NAMES)}\nreveal_type(AsyncEngine('demo').adapters())\n"
+    )
+    view = tmp_path / "view"
+    view.mkdir()
+    (view / "motet").symlink_to(Path(motet.__file__).parent)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--strict",
+            "--follow-imports=silent",
+            "--no-incremental",
+            str(consumer),
+        ],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"MYPYPATH": str(view)},
+        check=False,
+    )
+    assert "list[motet.lora.pool.AdapterInfo]" in done.stdout
+    assert "error" not in done.stdout
+
+
 def test_importing_motet_loads_nothing_but_the_standard_library():
     loaded = run("import sys; old = set(sys.modules); import motet; print(*set(sys.modules) - old)").split()
     assert {name.split(".")[0] for name in loaded} - sys.stdlib_module_names == {"motet"}

@@ -21,6 +21,7 @@ from motet import (
     EngineClosed,
     EngineConfig,
     EngineDead,
+    InvalidRequest,
     ModelError,
     ModelNotFound,
     RequestFailed,
@@ -78,7 +79,15 @@ async def test_a_failed_start_says_why_and_may_be_tried_again(tmp_path: Path, ti
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("config", [EngineConfig(max_model_len=100_000), EngineConfig(kv_cache_bytes=10)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        EngineConfig(max_model_len=100_000),
+        EngineConfig(kv_cache_bytes=10),
+        EngineConfig(kv_cache_bytes=1 << 60),
+        EngineConfig(adapter_bytes=1 << 60),
+    ],
+)
 async def test_a_configuration_that_the_model_cannot_have_is_an_error(
     tiny_folder: Path, config: EngineConfig
 ):
@@ -97,6 +106,64 @@ async def test_a_cancelled_start_leaves_the_engine_closed(tiny_folder: Path):
     await until(no_thread_is_left)
     async with engine:
         await engine.generate([5], SHORT)
+
+
+@pytest.mark.anyio
+async def test_closing_an_engine_that_starts_fails_its_start(tiny_folder: Path):
+    engine = AsyncEngine(tiny_folder, CONFIG)
+
+    async def start() -> None:
+        with pytest.raises(EngineClosed, match="while it started"):
+            await engine.start()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(start)
+        await until(lambda: engine._session is not None)
+        await engine.aclose()
+    with pytest.raises(EngineClosed):
+        engine.stream([5])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("drain", [-1, float("nan"), float("inf"), "long", True])
+async def test_a_drain_that_is_no_time_is_an_error(tiny_folder: Path, drain: object):
+    async with AsyncEngine(tiny_folder, CONFIG) as engine:
+        with pytest.raises(InvalidRequest, match="drain"):
+            await engine.aclose(drain=drain)
+        await engine.generate([5], SHORT)
+
+
+@pytest.mark.anyio
+async def test_the_largest_times_are_no_fault(tiny_folder: Path):
+    async with AsyncEngine(tiny_folder, CONFIG) as engine:
+        await engine.generate("text", SHORT, deadline=1e300)
+        async with engine.stream("text" * 50, SHORT, deadline=1e12) as stream:
+            await engine.aclose(drain=1e12)
+            assert len((await stream.result()).token_ids) == 8
+
+
+@pytest.mark.anyio
+async def test_loading_torch_does_not_hold_up_the_event_loop(tiny_folder: Path):
+    script = textwrap.dedent(f"""
+        import anyio, sys, time
+        from motet import AsyncEngine
+        async def main():
+            worst = 0.0
+            async with anyio.create_task_group() as group:
+                async def lag():
+                    nonlocal worst
+                    while True:
+                        before = time.perf_counter()
+                        await anyio.sleep(0.001)
+                        worst = max(worst, time.perf_counter() - before)
+                group.start_soon(lag)
+                async with AsyncEngine({str(tiny_folder)!r}):
+                    group.cancel_scope.cancel()
+            print("torch" in sys.modules, worst < 0.4)
+        anyio.run(main)
+    """)
+    done = await anyio.run_process([sys.executable, "-c", script])
+    assert done.stdout == b"True True\n"
 
 
 @pytest.mark.anyio
@@ -137,8 +204,10 @@ async def test_case_30_closing_in_mid_stream_ends_every_stream(tiny_folder: Path
 
 @pytest.mark.anyio
 async def test_case_30_three_lives_leave_no_memory_behind(tiny_folder: Path, adapters: dict[str, Path]):
+    kept = AsyncEngine(tiny_folder, CONFIG)
+
     async def life() -> int:
-        async with AsyncEngine(tiny_folder, CONFIG) as engine:
+        async with kept as engine:
             await engine.load_adapter("a", adapters["r256"])
             async with anyio.create_task_group() as group:
                 for i in range(8):
@@ -210,6 +279,34 @@ async def test_case_24_logits_that_are_not_finite_end_that_stream_alone(
     other = engine.stream([5, 6], SamplingParams(max_tokens=50, ignore_eos=True))
     with pytest.raises(RequestFailed, match="not finite"):
         await engine.generate([5, 6], SHORT, adapter="sick")
+    assert len((await other.result()).token_ids) == 50
+
+
+@pytest.mark.anyio
+async def test_what_a_fault_has_touched_is_never_found_in_the_prefix_cache(engine: AsyncEngine):
+    model = engine._running()[1].core._runner._model
+    prompt, real = [5] * 40, model.forward
+    expected = (await engine.generate(prompt, SHORT, tenant="other")).token_ids
+    model.forward = lambda batch, kv_caches: real(batch, kv_caches) * float("nan")
+    with pytest.raises(RequestFailed, match="not finite"):
+        await engine.generate(prompt, SHORT)
+    model.forward = real
+    completion = await engine.generate(prompt, SHORT)
+    assert (completion.token_ids, completion.usage.cached_tokens) == (expected, 0)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("failure", [KeyError("odd"), BaseException("a panic")])
+async def test_a_tokenizer_that_fails_ends_its_request_alone(engine: AsyncEngine, failure: BaseException):
+    loop = engine._running()[0].serving
+    other = engine.stream([5, 6], SamplingParams(max_tokens=50, ignore_eos=True))
+
+    def fail(text: str) -> list[int]:
+        raise failure
+
+    loop._worker_tokenizer.encode = fail
+    with pytest.raises(RequestFailed, match="tokenizer"):
+        await engine.generate("text", SHORT)
     assert len((await other.result()).token_ids) == 50
 
 

@@ -208,6 +208,11 @@ async def test_the_next_token_may_be_asked_for_by_ever_new_tasks(engine: AsyncEn
     [
         ({"prompt": 5}, "prompt must be"),
         ({"prompt": ["a"]}, "prompt must be"),
+        ({"prompt": b"abc"}, "decode it"),
+        ({"tenant": "\ud800"}, "surrogate"),
+        ({"request_id": "\ud800"}, "surrogate"),
+        ({"deadline": True}, "deadline"),
+        ({"deadline": 1e-9}, "deadline"),
         ({"prompt": [5, 100_000]}, "100000 is outside the vocabulary"),
         ({"prompt": [-1]}, "outside the vocabulary"),
         ({"params": {"max_tokens": 3}}, "SamplingParams, not dict"),
@@ -332,6 +337,12 @@ async def test_case_26_an_empty_prompt_is_an_error_and_the_engine_lives(engine: 
     await engine.generate([5], params(1))
 
 
+async def test_case_26_a_lone_surrogate_in_the_text_is_an_error(engine: AsyncEngine):
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        await engine.generate("a\ud800b", params(1))
+    await engine.generate([5], params(1))
+
+
 @pytest.mark.parametrize("edge", [{"top_p": 0.0}, {"top_p": 1e-4}, {"top_k": 1}, {"min_p": 1.0}])
 async def test_case_26_the_narrowest_filters_are_greedy(
     engine: AsyncEngine, tiny_model: LlamaForCausalLM, edge: dict
@@ -341,5 +352,5 @@ async def test_case_26_the_narrowest_filters_are_greedy(
 
 
 async def test_case_26_top_k_above_the_vocabulary_keeps_all(engine: AsyncEngine):
-    wide = await engine.generate([5, 6, 7], params(12, temperature=1.0, seed=1, top_k=10**6))
+    wide = await engine.generate([5, 6, 7], params(12, temperature=1.0, seed=1, top_k=1 << 100))
     assert wide.token_ids == (await engine.generate([5, 6, 7], params(12, temperature=1.0, seed=1))).token_ids
