@@ -32,6 +32,8 @@ class ReferenceOps(Ops):
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
         self.dtype = dtype
+        self._gathered = [torch.empty(0, 0, dtype=dtype, device=device) for _ in range(2)]
+        """Where `paged_attention` gathers K and V. Kept: the system takes and clears new megabytes slowly."""
 
     def pack_linear(self, weight: Tensor) -> Tensor:
         # The same [N, K], stored column by column: MKL's products with 4 to 63 rows run twice as fast so.
@@ -117,11 +119,8 @@ class ReferenceOps(Ops):
         for rows, slots, mask in plan:
             n, q_len = rows.shape
             k, v = (
-                x.view(x.shape[0], -1)
-                .index_select(0, slots)
-                .view(n, -1, num_kv_heads, head_dim)
-                .transpose(1, 2)
-                for x in kv
+                self._gather(i, cache.flatten(1), slots).view(n, -1, num_kv_heads, head_dim).transpose(1, 2)
+                for i, cache in enumerate(kv)
             )
             if q_len == 1:  # the query heads of one KV head become rows of one product
                 grouped = q[rows[:, 0]].view(n, num_kv_heads, -1, head_dim)
@@ -133,6 +132,13 @@ class ReferenceOps(Ops):
                 )
                 out[rows] = y.transpose(1, 2)
         return out.flatten(1)
+
+    def _gather(self, which: int, cache: Tensor, slots: Tensor) -> Tensor:
+        """cache[slots], valid until the next call with the same `which`."""
+        room = self._gathered[which]
+        if room.shape[0] < slots.shape[0] or room.shape[1] != cache.shape[1]:
+            room = self._gathered[which] = cache.new_empty(slots.shape[0], cache.shape[1])
+        return torch.index_select(cache, 0, slots, out=room[: slots.shape[0]])
 
     def lora_shrink(self, x: Tensor, arena: Tensor, slices: LoRASlices, segments: Tensor) -> Tensor:
         slots = segments[:, 0]

