@@ -21,23 +21,23 @@ class EngineConfig(BaseModel):
     """Of weights, activations and KV cache. "auto" is float32, for which greedy output is exact;
     bfloat16 halves the memory and stands outside the exactness promise."""
 
-    threads: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=1024)
     """Compute threads, for torch in the whole process. None: torch's own choice (the physical cores)."""
 
-    max_model_len: int | None = Field(default=None, ge=1)
+    max_model_len: int | None = Field(default=None, ge=1, le=1 << 30)
     """Longest prompt and answer together, in tokens. None: the model's own context length."""
 
-    max_num_seqs: int = Field(default=64, ge=1)
+    max_num_seqs: int = Field(default=64, ge=1, le=1 << 16)
     """Most requests that run in one step."""
 
-    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    max_num_batched_tokens: int | None = Field(default=None, ge=1, le=1 << 20)
     """Token budget of one step, prefill chunks and decodes together. None: 128 on a CPU.
     At least `max_num_seqs` is needed so that every running request can advance in each step."""
 
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens in a KV block."""
 
-    kv_cache_bytes: int | None = Field(default=None, ge=1)
+    kv_cache_bytes: int | None = Field(default=None, ge=1, le=1 << 60)
     """Memory for the KV cache. None: what `max_num_seqs` full contexts need, at most a quarter of the
     free memory (logged once)."""
 
@@ -50,7 +50,7 @@ class EngineConfig(BaseModel):
     max_waiting: int | None = Field(default=None, ge=0)
     """Most live requests beyond `max_num_seqs`; one more raises `QueueFull`. None: no limit."""
 
-    adapter_bytes: int = Field(default=512 * MiB, ge=0)
+    adapter_bytes: int = Field(default=512 * MiB, ge=0, le=1 << 60)
     """Memory for adapter weights on the device. Taken from the system only as adapters fill it."""
 
     seed: int = Field(default=0, ge=0, lt=1 << 64)

@@ -15,6 +15,9 @@ def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, Sequence) else value
 
 
+MAX_STOP_CHARACTERS = 10_000
+"""Together in one request's stop strings: the search for them must not hold up others."""
+
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 NonEmptyStr = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -65,11 +68,15 @@ class SamplingParams(BaseModel):
     ignore_eos: bool = False
     """Go on past the model's end tokens (`stop_token_ids` still work)."""
 
-    logprobs: int | None = Field(default=None, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=1000)
     """Report the log-probability of each token and of this many likeliest ones. None: report none."""
 
     @model_validator(mode="after")
     def _check(self) -> SamplingParams:
+        if sum(map(len, self.stop)) > MAX_STOP_CHARACTERS:
+            raise ValueError(
+                f"stop: the strings may have {MAX_STOP_CHARACTERS} characters together, not more"
+            )
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
         return self

@@ -154,6 +154,8 @@ def test_settings_are_frozen_and_unknown_ones_are_errors(model):
         {"stop_token_ids": [-1]},
         {"stop_token_ids": "a"},
         {"logprobs": -1},
+        {"logprobs": 1001},
+        {"stop": ["a" * 6000, "b" * 6000]},
     ],
     ids=str,
 )

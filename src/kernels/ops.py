@@ -40,7 +40,7 @@ class LoRASlices(NamedTuple):
 class SamplingRows(NamedTuple):
     """How to choose one token for each of R rows of logits."""
 
-    temperature: Tensor  # [R] float32; 0 = greedy
+    temperature: Tensor  # [R] float64; 0 = greedy
     top_k: Tensor  # [R] int64; 0 = all
     top_p: Tensor  # [R] float32; 1 = all
     min_p: Tensor  # [R] float32; 0 = all

@@ -12,9 +12,13 @@ from motet.kernels.ops import LoRASlices, Ops, SamplingRows
 
 
 class ReferenceKV(NamedTuple):
-    """[slots + 1, num_kv_heads, head_dim] each. The last row takes what padding (slot -1) stores."""
+    """Keys and values side by side, so that one op stores or gathers both.
 
-    k: Tensor
+    The last row takes what padding (slot -1) stores.
+    """
+
+    both: Tensor  # [slots + 1, 2, num_kv_heads, head_dim]
+    k: Tensor  # its halves
     v: Tensor
 
 
@@ -32,7 +36,7 @@ class ReferenceOps(Ops):
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
         self.dtype = dtype
-        self._gathered = [torch.empty(0, 0, dtype=dtype, device=device) for _ in range(2)]
+        self._gathered = torch.empty(0, 0, dtype=dtype, device=device)
         """Where `paged_attention` gathers K and V. Kept: the system takes and clears new megabytes slowly."""
 
     def pack_linear(self, weight: Tensor) -> Tensor:
@@ -51,17 +55,16 @@ class ReferenceOps(Ops):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         residual += x
-        y = residual.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-        return weight * y.to(x.dtype)
+        return F.rms_norm(residual, weight.shape, weight, eps)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     def new_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> ReferenceKV:
-        shape = (num_blocks * block_size + 1, num_kv_heads, head_dim)
-        return ReferenceKV(*(torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2)))
+        slots = num_blocks * block_size + 1
+        both = torch.empty(slots, 2, num_kv_heads, head_dim, dtype=self.dtype, device=self.device)
+        return ReferenceKV(both, both[:, 0], both[:, 1])
 
     def rope_and_store_kv(
         self,
@@ -74,14 +77,13 @@ class ReferenceOps(Ops):
         num_kv_heads: int,
     ) -> Tensor:
         heads = qkv.view(-1, num_heads + 2 * num_kv_heads, kv.k.shape[-1])
-        qk = heads[:, : num_heads + num_kv_heads]
-        first, second = qk.chunk(2, dim=-1)
+        first, second = heads[:, : num_heads + num_kv_heads].chunk(2, dim=-1)
         cos, sin = cos[:, None].to(qkv.dtype), sin[:, None].to(qkv.dtype)
-        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        kv.k[slot_mapping] = rotated[:, num_heads:]
-        kv.v[slot_mapping] = heads[:, num_heads + num_kv_heads :]
-        qk.copy_(rotated)
-        return rotated[:, :num_heads]
+        turned = first * cos - second * sin
+        second.copy_(second * cos + first * sin)
+        first.copy_(turned)
+        kv.both[slot_mapping] = heads[:, num_heads:].view(-1, *kv.both.shape[1:])
+        return heads[:, :num_heads]
 
     def plan_attention(
         self, cu_seqlens_q: Tensor, seq_lens: Tensor, block_tables: Tensor, block_size: int
@@ -118,10 +120,7 @@ class ReferenceOps(Ops):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for rows, slots, mask in plan:
             n, q_len = rows.shape
-            k, v = (
-                self._gather(i, cache.flatten(1), slots).view(n, -1, num_kv_heads, head_dim).transpose(1, 2)
-                for i, cache in enumerate(kv)
-            )
+            k, v = self._gather(kv, slots).view(n, -1, *kv.both.shape[1:]).transpose(1, 3).unbind(2)
             if q_len == 1:  # the query heads of one KV head become rows of one product
                 grouped = q[rows[:, 0]].view(n, num_kv_heads, -1, head_dim)
                 y = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
@@ -133,12 +132,14 @@ class ReferenceOps(Ops):
                 out[rows] = y.transpose(1, 2)
         return out.flatten(1)
 
-    def _gather(self, which: int, cache: Tensor, slots: Tensor) -> Tensor:
-        """cache[slots], valid until the next call with the same `which`."""
-        room = self._gathered[which]
-        if room.shape[0] < slots.shape[0] or room.shape[1] != cache.shape[1]:
-            room = self._gathered[which] = cache.new_empty(slots.shape[0], cache.shape[1])
-        return torch.index_select(cache, 0, slots, out=room[: slots.shape[0]])
+    def _gather(self, kv: ReferenceKV, slots: Tensor) -> Tensor:
+        """kv.both[slots], valid until the next call."""
+        cache = kv.both.flatten(1)
+        num_slots = slots.shape[0]
+        if self._gathered.shape[0] < num_slots or self._gathered.shape[1] != cache.shape[1]:
+            self._gathered = cache.new_empty(num_slots, cache.shape[1])
+        gathered = torch.index_select(cache, 0, slots, out=self._gathered[:num_slots])
+        return gathered.view(-1, *kv.both.shape[1:])
 
     def lora_shrink(self, x: Tensor, arena: Tensor, slices: LoRASlices, segments: Tensor) -> Tensor:
         slots = segments[:, 0]
@@ -195,9 +196,7 @@ def _like_shapes(q_lens: list[int], seq_lens: list[int]) -> list[list[int]]:
 
 def _draw(logits: Tensor, rows: SamplingRows) -> Tensor:
     """`Ops.sample` for rows with a temperature above 0."""
-    p = (logits.double() / rows.temperature[:, None].double()).softmax(
-        -1
-    )  # in double: temperatures may be tiny
+    p = (logits.double() / rows.temperature[:, None]).softmax(-1)  # in double: temperatures may be tiny
     vocab_size = p.shape[-1]
     if bool(((rows.top_k > 0) | (rows.top_p < 1)).any()):
         # By logit, as unequal ones may round to one probability: a cut to one token is the greedy choice.
@@ -212,4 +211,5 @@ def _draw(logits: Tensor, rows: SamplingRows) -> Tensor:
     p = p.masked_fill(p < rows.min_p[:, None] * p.max(-1, keepdim=True).values, 0.0)
     cumulative = p.cumsum(-1)
     target = rows.uniform[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0]
+    # Where nothing at all is possible there is no sum to search in: any id is as wrong as another.
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=vocab_size - 1)

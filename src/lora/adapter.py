@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from motet.errors import AdapterLoadError, UnsupportedAdapter
-from motet.lora.peft_config import PeftConfig, read_peft_config
+from motet.lora.peft_config import MAX_RANK, PeftConfig, read_peft_config
 from motet.lora.sites import LoRASite
 
 if TYPE_CHECKING:  # the bookkeeping needs AdapterRef and must not load torch for it
@@ -35,7 +35,10 @@ _FOREIGN_KEYS = (
     ("trainable_tokens_", "trainable_token_indices"),
 )
 _LORA_BIAS = re.compile(r"\.lora_[AB](\.[^.]+)?\.bias$")
-_DTYPES = ("F64", "F32", "F16", "BF16")
+MAX_HEADER_BYTES = 100_000_000
+"""What safetensors itself allows a header."""
+
+_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -126,24 +129,28 @@ def _projections(sites: Iterable[LoRASite]) -> _Projections:
 def _read_tensors(
     weights: Path, config: PeftConfig, projections: _Projections
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    with safe_open(weights, framework="pt") as file:
-        # All that the header can tell is checked before any tensor is read.
-        bound = _bind(weights, list(file.keys()), projections)
-        _check_targets(weights, config, bound)
-        for module, keys in bound.items():
-            _check_header(weights, file, keys, config, projections[module])
-        modules = {}
-        for module, keys in sorted(bound.items()):
-            # Copies: what `get_tensor` returns is a view of the file, which others may still write.
-            a = file.get_tensor(keys["A"]).float().clone()
-            b = file.get_tensor(keys["B"]).float() * config.scaling
-            if not (a.isfinite().all() and b.isfinite().all()):
-                raise AdapterLoadError(
-                    f"{weights}: the LoRA of {module} holds NaN or infinite values (in float32, times its "
-                    f"scaling of {config.scaling:g}): its training has diverged, or the file is damaged"
-                )
-            modules[module] = (a, b)
-        return modules
+    from safetensors.torch import load  # torch is behind it
+
+    largest = sum(8 * MAX_RANK * sum(features) for features in projections.values()) + MAX_HEADER_BYTES
+    if weights.stat().st_size > largest:
+        raise AdapterLoadError(f"{weights} is larger than any adapter of this model can be ({largest} bytes)")
+    # Read, not mapped: another process may cut the file short meanwhile, and a map of it would crash this one.
+    tensors = load(weights.read_bytes())
+    bound = _bind(weights, list(tensors), projections)
+    _check_targets(weights, config, bound)
+    for module, keys in bound.items():
+        _check_tensors(weights, tensors, keys, config, projections[module])
+    modules = {}
+    for module, keys in sorted(bound.items()):
+        a = tensors[keys["A"]].float()
+        b = tensors[keys["B"]].float() * config.scaling
+        if not (a.isfinite().all() and b.isfinite().all()):
+            raise AdapterLoadError(
+                f"{weights}: the LoRA of {module} holds NaN or infinite values (in float32, times its "
+                f"scaling of {config.scaling:g}): its training has diverged, or the file is damaged"
+            )
+        modules[module] = (a, b)
+    return modules
 
 
 def _bind(weights: Path, keys: Sequence[str], projections: _Projections) -> dict[str, dict[str, str]]:
@@ -206,14 +213,17 @@ def _check_targets(weights: Path, config: PeftConfig, modules: Iterable[str]) ->
         )
 
 
-def _check_header(
-    weights: Path, file: Any, keys: Mapping[str, str], config: PeftConfig, features: tuple[int, int]
+def _check_tensors(
+    weights: Path,
+    tensors: Mapping[str, Tensor],
+    keys: Mapping[str, str],
+    config: PeftConfig,
+    features: tuple[int, int],
 ) -> None:
     in_features, out_features = features
     expected = {"A": [config.rank, in_features], "B": [out_features, config.rank]}
     for side, key in keys.items():
-        tensor = file.get_slice(key)
-        shape, dtype = tensor.get_shape(), tensor.get_dtype()
+        shape, dtype = list(tensors[key].shape), str(tensors[key].dtype).removeprefix("torch.")
         if shape != expected[side]:
             raise AdapterLoadError(
                 f"{weights}: {key} has the shape {shape}, but this model and the config's r = {config.rank} "

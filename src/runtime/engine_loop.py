@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from os import PathLike
 
 from motet.config import EngineConfig
@@ -13,6 +13,7 @@ from motet.runtime.build import build_runtime
 from motet.runtime.detokenizer import Detokenizer
 from motet.runtime.request import Delta, FinishReason, Request
 from motet.runtime.statistics import StatisticsKeeper
+from motet.runtime.tokenizer_thread import TokenizerThread
 
 Deliver = Callable[[Sequence[Delta]], None]
 Command = Callable[["EngineLoop"], object]
@@ -41,8 +42,7 @@ class EngineLoop:
         self.runtime = build_runtime(model, config, self._release)
         self._core = self.runtime.core
         self._tokenizer = self.runtime.tokenizer.build()
-        self._worker_tokenizer = self.runtime.tokenizer.build()  # one cannot be shared between threads
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="motet-tokenizer")
+        self._texts = TokenizerThread(self.runtime.tokenizer.build(), self._post_prompt)
         self._keeper = StatisticsKeeper(self._core.scheduler, self.runtime.backend)
         self.statistics = self._keeper.snapshot()
         """A snapshot, replaced in each turn. May be read on any thread."""
@@ -71,12 +71,12 @@ class EngineLoop:
         self._deliver(deltas)
 
     def add(self, request: Request, prompt: str | list[int]) -> None:
-        """Takes a request in. Text is tokenised on a worker first; that request is blocked meanwhile."""
+        """Takes a request in. Text is tokenised on another thread first; that request is blocked meanwhile."""
         self._keeper.enter(request)
         request.prerequisites.add(PROMPT)
         self._core.scheduler.add(request)
         if isinstance(prompt, str):
-            self._worker.submit(self._tokenize, request, prompt)
+            self._texts.submit(request, prompt)
         else:
             self._take_prompt(request, prompt)
 
@@ -92,23 +92,13 @@ class EngineLoop:
 
     def end(self, reason: FinishReason, error: Callable[[], MotetError]) -> None:
         """Ends every request, with an error of its own each. The loop is of no use afterwards."""
-        try:
-            self._worker.shutdown(wait=False, cancel_futures=True)
-        finally:
-            self._deliver(self._core.abandon(reason, error))
+        self._deliver(self._core.abandon(reason, error))
+        self._texts.close()
 
-    def _tokenize(self, request: Request, text: str) -> None:
-        """On the worker."""
-        if request.is_finished:
-            return
-        try:
-            token_ids: list[int] | BaseException = self._worker_tokenizer.encode(text)
-        except BaseException as exc:  # a panic in a tokenizer's native code is no Exception
-            token_ids = exc
-        try:
-            self._post(lambda loop: loop._take_prompt(request, token_ids))
-        except MotetError:
-            return  # the engine ended meanwhile, and the request with it
+    def _post_prompt(self, request: Request, prompt: list[int] | BaseException) -> None:
+        """On the tokenizer's thread."""
+        with suppress(MotetError):  # the engine ended meanwhile, and the request with it
+            self._post(lambda loop: loop._take_prompt(request, prompt))
 
     def _take_prompt(self, request: Request, prompt: list[int] | BaseException) -> None:
         if request.is_finished:

@@ -170,10 +170,12 @@ class EngineThread:
     def _end(self, loop: EngineLoop, refusal: Callable[[], MotetError], reason: FinishReason) -> None:
         """Refuses all that comes from now on, and fails all that is there."""
         self._refuse(refusal)
-        try:
-            self._run_commands(loop, wait=False)  # what was accepted before must be told, too
-        finally:
-            loop.end(reason, refusal)
+        while not self._commands.empty():  # what was accepted before must be told, too
+            try:
+                self._commands.get_nowait()(loop)
+            except Exception:
+                logger.exception("a command failed while the engine ended")
+        loop.end(reason, refusal)
 
 
 def _abort(loop: EngineLoop, request_id: int) -> bool:

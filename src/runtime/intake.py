@@ -62,10 +62,15 @@ class Intake:
             )
         self.check_ids(params.stop_token_ids, "stop_token_ids")
         request_id = next(self._request_ids)
+        sampling = self._resolve(params, request_id)
+        if params.min_tokens and len(sampling.end_token_ids) == self.vocab_size:
+            raise InvalidRequest(
+                "min_tokens asks for a token that ends nothing, but every token is an end token"
+            )
         return Request(
             request_id=request_id,
             params=params,
-            sampling=self._resolve(params, request_id),
+            sampling=sampling,
             max_total_tokens=self.max_total_tokens,
             clock=self.clock,
             tenant=tenant,
@@ -83,20 +88,24 @@ class Intake:
 
     def check_prompt(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         """Raises InvalidRequest or PromptTooLong if the prompt cannot be served."""
-        if not token_ids:
+        self.check_length(len(token_ids), params)
+        self.check_ids(token_ids, "the prompt")
+
+    def check_length(self, num_tokens: int, params: SamplingParams) -> None:
+        """Raises InvalidRequest or PromptTooLong if a prompt of that length cannot be served."""
+        if num_tokens == 0:
             raise InvalidRequest(
                 "the prompt is empty (and the model puts no token before it): give at least one token"
             )
-        self.check_ids(token_ids, "the prompt")
         room_for_answer = min(params.max_tokens, 1)
-        if len(token_ids) + room_for_answer > self.max_model_len:
+        if num_tokens + room_for_answer > self.max_model_len:
             raise PromptTooLong(
-                f"the prompt has {len(token_ids)} tokens, but prompt and answer together may have "
+                f"the prompt has {num_tokens} tokens, but prompt and answer together may have "
                 f"{self.max_model_len} (EngineConfig.max_model_len, or the model's context): shorten the prompt"
             )
-        if len(token_ids) + room_for_answer > self.kv_capacity:
+        if num_tokens + room_for_answer > self.kv_capacity:
             raise PromptTooLong(
-                f"the prompt has {len(token_ids)} tokens, but the whole KV cache holds {self.kv_capacity}: "
+                f"the prompt has {num_tokens} tokens, but the whole KV cache holds {self.kv_capacity}: "
                 "shorten the prompt or raise EngineConfig.kv_cache_bytes"
             )
 

@@ -44,12 +44,12 @@ def _without_early_ends(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
 def _sampling_rows(rows: Sequence[Row]) -> SamplingRows:
     specs = [spec for spec, _ in rows]
-    uniform = philox.uniform(
-        np.array([spec.seed for spec in specs], dtype=np.uint64),
-        np.array([i for _, i in rows], dtype=np.uint64),
-    )
+    uniform = np.zeros(len(rows))
+    if any(spec.temperature for spec in specs):
+        seeds = np.array([spec.seed for spec in specs], dtype=np.uint64)
+        uniform = philox.uniform(seeds, np.array([index for _, index in rows], dtype=np.uint64))
     return SamplingRows(
-        temperature=torch.tensor([spec.temperature for spec in specs]),
+        temperature=torch.tensor([spec.temperature for spec in specs], dtype=torch.float64),
         top_k=torch.tensor([spec.top_k for spec in specs]),
         top_p=torch.tensor([spec.top_p for spec in specs]),
         min_p=torch.tensor([spec.min_p for spec in specs]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from operator import index
 
@@ -13,18 +13,25 @@ MIN_DEADLINE = 1e-3
 """Seconds. What is shorter is a mistake: no step is."""
 
 
-def prompt_of(prompt: str | Sequence[int]) -> str | list[int]:
-    """The prompt as text or as a list of plain ints. Raises InvalidRequest."""
+def check_prompt_type(prompt: object) -> None:
+    """Raises InvalidRequest unless the prompt is text or looks like a sequence of token ids."""
     if isinstance(prompt, str):
-        return prompt
+        return
     if isinstance(prompt, (bytes, bytearray)):
         raise InvalidRequest("the prompt is bytes: decode it to a str first")
+    is_sequence = isinstance(prompt, Sequence) or getattr(prompt, "ndim", 0) == 1  # arrays and tensors, too
+    if not is_sequence:
+        raise InvalidRequest(
+            f"the prompt must be a str or a sequence of token ids, not {type(prompt).__name__}"
+        )
+
+
+def as_ids(prompt: Sequence[int]) -> list[int]:
+    """The prompt's token ids as plain ints. Raises InvalidRequest."""
     try:
         return [index(token_id) for token_id in prompt]
-    except TypeError:
-        raise InvalidRequest(
-            f"the prompt must be a str or a sequence of token ids, not {type(prompt).__name__} of something else"
-        ) from None
+    except TypeError as error:
+        raise InvalidRequest(f"the prompt must be a str or a sequence of token ids: {error}") from None
 
 
 def check_name(value: object, what: str) -> None:
@@ -42,18 +49,24 @@ def check_seconds(value: object, what: str, *, least: float) -> None:
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or value < least
+        or not least <= value <= sys.float_info.max
     ):
         raise InvalidRequest(f"{what} must be a number of seconds, at least {least:g}, not {value!r}")
 
 
 def check_arguments(
-    params: object, tenant: object, priority: object, deadline: object, request_id: object
+    params: object,
+    adapter: object,
+    tenant: object,
+    priority: object,
+    deadline: object,
+    request_id: object,
 ) -> None:
     """Raises InvalidRequest, naming the argument, what it is and what it must be."""
     if not isinstance(params, SamplingParams):
         raise InvalidRequest(f"params must be a SamplingParams, not {type(params).__name__}")
+    if adapter is not None:
+        check_name(adapter, "adapter")
     check_name(tenant, "tenant")
     if not isinstance(priority, int):
         raise InvalidRequest(f"priority must be an int, not {priority!r}")

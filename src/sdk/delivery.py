@@ -65,6 +65,7 @@ class Delivery:
 
     def deliver(self, deltas: Sequence[Delta]) -> None:
         """Sends each stream its part. Never blocks; what nobody waits for any more is dropped."""
+        last = {delta.request.request_id: delta for delta in deltas}
         by_loop: dict[Loop, dict[int, _Parcel]] = {}
         for delta in deltas:
             request = delta.request
@@ -73,7 +74,7 @@ class Delivery:
                 continue
             parcels = by_loop.setdefault(address.loop, {})
             parcel = parcels.setdefault(request.request_id, _Parcel(address.stream))
-            is_last = request.is_finished and delta is _last_of(request, deltas)
+            is_last = request.is_finished and delta is last[request.request_id]
             if delta.sample is not None:
                 parcel.tokens.append(_token(delta, is_last))
             if is_last:
@@ -93,10 +94,6 @@ def _hand_over(parcels: list[_Parcel]) -> None:
         stream = parcel.stream()
         if stream is not None:
             stream.receive(parcel.tokens, parcel.end)
-
-
-def _last_of(request: Request, deltas: Sequence[Delta]) -> Delta:
-    return next(delta for delta in reversed(deltas) if delta.request is request)
 
 
 def _token(delta: Delta, is_last: bool) -> Token:

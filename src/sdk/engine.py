@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -15,7 +16,7 @@ import anyio.to_thread
 from motet.config import EngineConfig
 from motet.errors import EngineClosed, InvalidRequest, QueueFull
 from motet.params import SamplingParams
-from motet.sdk.arguments import check_arguments, check_name, check_seconds, prompt_of
+from motet.sdk.arguments import as_ids, check_arguments, check_name, check_prompt_type, check_seconds
 from motet.sdk.delivery import Delivery
 from motet.sdk.loops import current_loop, wait_for
 from motet.sdk.outputs import Completion
@@ -60,20 +61,26 @@ class AsyncEngine:
         this config. Cancelled, it leaves the engine closed.
         A closed or dead engine starts empty: without adapters and with a cold cache.
         """
+        if self._session is not None and self._session.is_serving:
+            return
         await anyio.to_thread.run_sync(import_module, "motet.runtime.engine_thread")  # torch: seconds
         ending = self._session
-        if ending is not None and ending.thread.is_stopping:
+        if ending is not None and ending.is_here and ending.thread.is_stopping:
             await wait_for(ending.thread.ended)
         with self._gate:
             session = self._session
-            if session is None or session.thread.refusal is not None:
+            if session is None or not session.is_here or session.thread.refusal is not None:
                 self._session = session = _Session(self._model, self._config)
-                weakref.finalize(self, session.thread.stop)  # for an engine that is dropped unclosed
+                session.finalizer = weakref.finalize(self, session.thread.stop)  # for one dropped unclosed
                 session.thread.start()
+            session.num_starters += 1
         try:
             await wait_for(session.thread.started)
         except BaseException:
-            session.thread.stop()
+            with self._gate:
+                session.num_starters -= 1
+                if session.num_starters == 0:
+                    session.thread.stop()
             raise
         if session.thread.is_stopping:
             raise EngineClosed("the engine was closed while it started")
@@ -86,7 +93,7 @@ class AsyncEngine:
         if drain is not None:
             check_seconds(drain, "drain", least=0.0)
         session = self._session
-        if session is None:
+        if session is None or not session.is_here:
             return
         session.thread.stop(drain)
         try:
@@ -94,6 +101,7 @@ class AsyncEngine:
         except BaseException:
             session.thread.stop()
             raise
+        session.finalizer.detach()
         with self._gate:
             if self._session is session:
                 self._session = None
@@ -132,10 +140,12 @@ class AsyncEngine:
         """
         session, runtime = self._running()
         params = SamplingParams() if params is None else params
-        check_arguments(params, tenant, priority, deadline, request_id)
-        text_or_ids = prompt_of(prompt)
-        if not isinstance(text_or_ids, str):
-            runtime.intake.check_prompt(text_or_ids, params)
+        check_arguments(params, adapter, tenant, priority, deadline, request_id)
+        check_prompt_type(prompt)
+        if not isinstance(prompt, str):
+            runtime.intake.check_length(len(prompt), params)  # before work that a huge one would make long
+            prompt = as_ids(prompt)
+            runtime.intake.check_ids(prompt, "the prompt")
         session.check_room()
         name = request_id if request_id is not None else os.urandom(8).hex()
         ref = runtime.adapters.acquire(adapter) if adapter is not None else None
@@ -148,7 +158,7 @@ class AsyncEngine:
                 priority=priority,
                 deadline=deadline,
             )
-            stream = session.open(name, request, text_or_ids)
+            stream = session.open(name, request, prompt)
         except BaseException:
             if ref is not None:
                 runtime.adapters.release(ref)
@@ -182,6 +192,7 @@ class AsyncEngine:
     async def abort(self, request_id: str) -> bool:
         """Ends a request in whatever state it is; its stream raises RequestAborted. False if none is live."""
         session, _ = self._running()
+        check_name(request_id, "request_id")
         internal_id = session.delivery.ids.get(request_id)
         return internal_id is not None and await wait_for(session.thread.abort(internal_id))
 
@@ -193,19 +204,18 @@ class AsyncEngine:
         """Loads a PEFT LoRA folder under a name, off the event loop and beside running streams.
 
         `replace` loads a new generation under a name that is taken; requests that run keep the weights they
-        began with. `pin` keeps the adapter on the device for as long as it is loaded. Raises AdapterExists,
-        AdapterLoadError (files missing or damaged, made for another model, no room), UnsupportedAdapter.
+        began with. `pin` keeps the adapter on the device for as long as it is loaded. Cancelled while it reads,
+        it loads nothing. Raises AdapterExists, AdapterLoadError (files missing or damaged, made for another
+        model, no room), UnsupportedAdapter.
         """
         session, runtime = self._running()
         check_name(name, "an adapter's name")
-
-        def load() -> AdapterInfo:
-            from motet.lora.adapter import read_adapter
-
-            weights = read_adapter(source, runtime.lora_sites)
-            return runtime.adapters.add(name, weights, replace=replace, pin=pin)
-
-        info = await anyio.to_thread.run_sync(load)
+        if not isinstance(source, (str, os.PathLike)):
+            raise InvalidRequest(f"source must be the path of a PEFT folder, not {source!r}")
+        read_adapter = import_module("motet.lora.adapter").read_adapter
+        weights = await anyio.to_thread.run_sync(read_adapter, source, runtime.lora_sites)
+        add = partial(runtime.adapters.add, name, weights, replace=replace, pin=pin)
+        info = await anyio.to_thread.run_sync(add)
         if self._running()[0] is not session:
             raise EngineClosed("the engine was started anew meanwhile: load the adapter again")
         return info
@@ -216,6 +226,7 @@ class AsyncEngine:
         Requests that run finish on the weights they began with, or are aborted now. Raises AdapterNotFound.
         """
         session, runtime = self._running()
+        check_name(name, "an adapter's name")
         if in_flight not in ("finish", "abort"):
             raise InvalidRequest(f"in_flight is {in_flight!r}; it must be 'finish' or 'abort'")
         ref = runtime.adapters.remove(name)
@@ -240,6 +251,8 @@ class AsyncEngine:
             raise EngineClosed(
                 "the engine is not running: use `async with engine:` or `await engine.start()`"
             )
+        if not session.is_here:
+            raise EngineClosed("the engine runs in the process that this one was forked from: start one here")
         return session, session.serving.runtime
 
 
@@ -250,8 +263,22 @@ class _Session:
         from motet.runtime.engine_thread import EngineThread
 
         self._config = config
+        self._process = os.getpid()
+        self.num_starters = 0
+        """Calls of `start` that wait for it or have got it."""
+        self.finalizer: weakref.finalize[..., AsyncEngine]
         self.delivery = Delivery(self._cancel)
         self.thread: EngineThread = EngineThread(model, config, self.delivery.deliver)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its thread is in this process, and not in one that this was forked from."""
+        return self._process == os.getpid()
+
+    @property
+    def is_serving(self) -> bool:
+        thread = self.thread
+        return self.is_here and thread.loop is not None and thread.refusal is None and not thread.is_stopping
 
     @property
     def serving(self) -> EngineLoop:

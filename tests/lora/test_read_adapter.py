@@ -480,7 +480,7 @@ def test_tensors_of_other_features_are_refused_even_if_the_config_hides_them(
 
 def test_a_dtype_that_is_not_a_plain_float_is_refused(make_adapter: MakeAdapter, sites: Sites) -> None:
     folder = edit_tensors(make_adapter(), lambda ts: {k: t.to(torch.int8) for k, t in ts.items()})
-    with pytest.raises(UnsupportedAdapter, match="I8"):
+    with pytest.raises(UnsupportedAdapter, match="int8"):
         read_adapter(folder, sites)
 
 

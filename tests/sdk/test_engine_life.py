@@ -304,7 +304,7 @@ async def test_a_tokenizer_that_fails_ends_its_request_alone(engine: AsyncEngine
     def fail(text: str) -> list[int]:
         raise failure
 
-    loop._worker_tokenizer.encode = fail
+    loop._texts._tokenizer.encode = fail
     with pytest.raises(RequestFailed, match="tokenizer"):
         await engine.generate("text", SHORT)
     assert len((await other.result()).token_ids) == 50
@@ -401,6 +401,91 @@ def test_a_forgotten_engine_does_not_hold_up_or_crash_the_interpreters_end(tiny_
         [sys.executable, "-c", script + ending], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 3 if "SystemExit" in ending else 0)
+
+
+def test_an_exit_does_not_wait_for_queued_texts_and_says_nothing(tiny_folder: Path):
+    script = textwrap.dedent(f"""
+        import asyncio
+        from motet import AsyncEngine
+        engine = AsyncEngine({str(tiny_folder)!r})
+        async def main():
+            await engine.start()
+            return [engine.stream("hello " * 20_000) for _ in range(200)]
+        streams = asyncio.run(main())
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.stderr, done.returncode) == ("", 0)
+
+
+def test_a_forked_child_is_told_that_the_engine_is_not_there(tiny_folder: Path):
+    script = textwrap.dedent(f"""
+        import asyncio, os
+        from motet import AsyncEngine, EngineClosed
+        engine = AsyncEngine({str(tiny_folder)!r})
+        asyncio.run(engine.start())
+        child = os.fork()
+        if child == 0:
+            async def use():
+                try:
+                    await engine.generate([5])
+                except EngineClosed as error:
+                    await engine.aclose()
+                    os._exit(7 if "forked" in str(error) else 1)
+            asyncio.run(use())
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        asyncio.run(engine.aclose())
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.returncode) == ("7\n", 0), done.stderr
+
+
+@pytest.mark.anyio
+async def test_a_cancelled_start_leaves_an_engine_that_serves_others_alone(engine: AsyncEngine):
+    stream = engine.stream([5, 6], SamplingParams(max_tokens=60, ignore_eos=True))
+    for delay in (0.0, 0.0003, 0.001):
+        with anyio.move_on_after(delay):
+            await engine.start()
+    assert len((await stream.result()).token_ids) == 60
+
+
+@pytest.mark.anyio
+async def test_a_cancelled_start_leaves_another_that_waits_beside_it_alone(tiny_folder: Path):
+    engine = AsyncEngine(tiny_folder, CONFIG)
+    async with anyio.create_task_group() as group:
+        with anyio.CancelScope() as scope:
+
+            async def other() -> None:
+                await until(lambda: engine._session is not None and engine._session.num_starters == 1)
+                group.start_soon(engine.start)
+                await until(lambda: engine._session.num_starters == 2 or engine._session.is_serving)
+                scope.cancel()
+
+            group.start_soon(other)
+            await engine.start()
+    await engine.generate([5], SHORT)
+    await engine.aclose()
+
+
+@pytest.mark.anyio
+async def test_commands_that_fail_while_the_engine_ends_leave_no_stream_waiting(tiny_folder: Path):
+    async with AsyncEngine(tiny_folder, CONFIG) as engine:
+        loop = engine._running()[0].serving
+        live = engine.stream([5, 6], LONG)
+        await live.__anext__()
+
+        def fail(*_: object) -> None:
+            raise OSError("no more threads")
+
+        loop._texts.submit = fail
+        streams = [live] + [engine.stream(f"text {i}", LONG) for i in range(3)]
+        for stream in streams:
+            with pytest.raises(EngineDead, match="no more threads"):
+                async for _ in stream:
+                    pass
 
 
 @pytest.mark.anyio

@@ -6,7 +6,9 @@ import gc
 from pathlib import Path
 
 import anyio
+import numpy as np
 import pytest
+import torch
 from transformers import LlamaForCausalLM
 
 from motet import (
@@ -22,7 +24,7 @@ from motet import (
     Token,
 )
 from tests.sdk.checks import settled, until
-from tests.tiny import EOS, greedy
+from tests.tiny import EOS, VOCAB_SIZE, greedy
 
 pytestmark = pytest.mark.anyio
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -217,7 +219,13 @@ async def test_the_next_token_may_be_asked_for_by_ever_new_tasks(engine: AsyncEn
         ({"prompt": [-1]}, "outside the vocabulary"),
         ({"params": {"max_tokens": 3}}, "SamplingParams, not dict"),
         ({"params": SamplingParams(stop_token_ids=[100_000])}, "stop_token_ids"),
-        ({"params": SamplingParams(logprobs=100_000)}, "logprobs"),
+        ({"params": SamplingParams(logprobs=1000)}, "logprobs"),
+        ({"params": SamplingParams(min_tokens=1, stop_token_ids=range(VOCAB_SIZE))}, "every token"),
+        ({"adapter": []}, "adapter"),
+        ({"prompt": {5, 6}}, "not set"),
+        ({"prompt": (i for i in [5])}, "not generator"),
+        ({"prompt": torch.tensor([[5]])}, "not Tensor"),
+        ({"deadline": 10**400}, "deadline"),
         ({"tenant": ""}, "tenant"),
         ({"tenant": None}, "tenant"),
         ({"priority": "high"}, "priority"),
@@ -230,6 +238,16 @@ async def test_bad_arguments_are_refused_at_once(engine: AsyncEngine, arguments:
     with pytest.raises(InvalidRequest, match=message):
         engine.stream(**({"prompt": [5]} | arguments))
     assert (await engine.generate([5], params(1))).finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor])
+async def test_any_sequence_of_ids_is_a_prompt(engine: AsyncEngine, kind):
+    assert await engine.generate(kind([5, 6]), params(3)) != await engine.generate([5], params(3))
+
+
+async def test_an_extreme_temperature_with_masked_tokens_is_defined(engine: AsyncEngine):
+    wild = params(8, min_tokens=5, temperature=1e300, stop_token_ids=[EOS, 2])
+    assert not set((await engine.generate([5, 6], wild)).token_ids[:5]) & {EOS, 2}
 
 
 async def test_a_live_request_id_cannot_be_used_again(engine: AsyncEngine):

