@@ -5,6 +5,7 @@ The public names load on first use, so that `import motet` costs next to nothing
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:  # `as` makes each a public name for type checkers
     from motet.sdk.outputs import Token as Token
     from motet.sdk.outputs import Usage as Usage
     from motet.sdk.stream import TokenStream as TokenStream
+
+logging.getLogger("motet").addHandler(logging.NullHandler())  # quiet unless the application asks
 
 _HOMES = {
     "motet.config": ["EngineConfig"],

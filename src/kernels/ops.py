@@ -97,7 +97,8 @@ class Ops(ABC):
         """Rotates q and k (halves layout, arXiv 2104.09864) and stores k and v in their KV slots.
 
         qkv [T, (num_heads + 2 num_kv_heads) · head_dim] D: q, k, v side by side, rotated in place;
-        cos, sin [T, head_dim / 2] float32; slot_mapping [T] int64, a row with -1 stores nothing.
+        cos, sin [T, head_dim] D: each pair's angle for both of its halves, sin's first half negated;
+        slot_mapping [T] int64, a row with -1 stores nothing.
         Returns q as [T, num_heads, head_dim] (it may share qkv's memory).
         """
 

@@ -77,11 +77,9 @@ class ReferenceOps(Ops):
         num_kv_heads: int,
     ) -> Tensor:
         heads = qkv.view(-1, num_heads + 2 * num_kv_heads, kv.k.shape[-1])
-        first, second = heads[:, : num_heads + num_kv_heads].chunk(2, dim=-1)
-        cos, sin = cos[:, None].to(qkv.dtype), sin[:, None].to(qkv.dtype)
-        turned = first * cos - second * sin
-        second.copy_(second * cos + first * sin)
-        first.copy_(turned)
+        qk = heads[:, : num_heads + num_kv_heads]
+        swapped = qk.roll(qk.shape[-1] // 2, dims=-1)
+        qk.mul_(cos[:, None]).addcmul_(swapped, sin[:, None])
         kv.both[slot_mapping] = heads[:, num_heads:].view(-1, *kv.both.shape[1:])
         return heads[:, :num_heads]
 
@@ -116,20 +114,14 @@ class ReferenceOps(Ops):
         return AttentionGroup(rows, slots.flatten(), mask[:, None])
 
     def paged_attention(self, q: Tensor, kv: ReferenceKV, plan: list[AttentionGroup], scale: float) -> Tensor:
-        num_kv_heads, head_dim = kv.k.shape[1:]
+        if len(plan) == 1 and len(plan[0].rows) == 1:  # a single sequence owns all rows: nothing to sort out
+            _, slots, mask = plan[0]
+            k, v = self._gather(kv, slots)[None].transpose(1, 3).unbind(2)
+            return _attend(q[None], k, v, mask, scale).flatten(2)[0]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for rows, slots, mask in plan:
-            n, q_len = rows.shape
-            k, v = self._gather(kv, slots).view(n, -1, *kv.both.shape[1:]).transpose(1, 3).unbind(2)
-            if q_len == 1:  # the query heads of one KV head become rows of one product
-                grouped = q[rows[:, 0]].view(n, num_kv_heads, -1, head_dim)
-                y = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
-                out[rows[:, 0]] = y.reshape(n, -1, head_dim)
-            else:
-                y = F.scaled_dot_product_attention(
-                    q[rows].transpose(1, 2), k, v, attn_mask=mask, scale=scale, enable_gqa=True
-                )
-                out[rows] = y.transpose(1, 2)
+            k, v = self._gather(kv, slots).view(len(rows), -1, *kv.both.shape[1:]).transpose(1, 3).unbind(2)
+            out[rows] = _attend(q[rows], k, v, mask, scale)
         return out.flatten(1)
 
     def _gather(self, kv: ReferenceKV, slots: Tensor) -> Tensor:
@@ -177,6 +169,17 @@ class ReferenceOps(Ops):
         all_logprobs = logits.log_softmax(-1)
         top, ids = all_logprobs.topk(k, dim=-1)
         return all_logprobs.gather(-1, chosen[:, None])[:, 0], ids, top
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """q [n, Q, heads, d], k and v [n, KV heads, L, d] -> [n, Q, heads, d]."""
+    n, q_len, num_heads, head_dim = q.shape
+    if q_len == 1:  # the query heads of one KV head become rows of one product
+        q = q.reshape(n, k.shape[1], -1, head_dim)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        return y.reshape(n, 1, num_heads, head_dim)
+    y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    return y.transpose(1, 2)
 
 
 def _like_shapes(q_lens: list[int], seq_lens: list[int]) -> list[list[int]]:

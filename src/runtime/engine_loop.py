@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from os import PathLike
@@ -39,7 +40,8 @@ class EngineLoop:
     ) -> None:
         self._deliver = deliver
         self._post = post
-        self.runtime = build_runtime(model, config, self._release)
+        this = weakref.proxy(self)  # no cycle: the weights go when the loop goes
+        self.runtime = build_runtime(model, config, lambda request: this._release(request))
         self._core = self.runtime.core
         self._tokenizer = self.runtime.tokenizer.build()
         self._texts = TokenizerThread(self.runtime.tokenizer.build(), self._post_prompt)

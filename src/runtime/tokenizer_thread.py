@@ -36,6 +36,7 @@ class TokenizerThread:
         """Waits for the text in hand; the queued ones of requests that have ended are passed over."""
         self._texts.put(None)
         self._thread.join(END_PATIENCE)
+        del self._take  # its owner may go, and with it the weights
 
     def _run(self) -> None:
         while (item := self._texts.get()) is not None:

@@ -58,10 +58,11 @@ class AsyncEngine:
         """Loads the model and begins to serve. Does nothing if it serves already.
 
         Raises ModelNotFound, UnsupportedModel, CorruptCheckpoint, or ModelError if the model cannot run with
-        this config. Cancelled, it leaves the engine closed.
-        A closed or dead engine starts empty: without adapters and with a cold cache.
+        this config. Cancelled, it leaves the engine closed unless others wait for it, too. A closed or dead
+        engine starts empty: without adapters and with a cold cache.
         """
-        if self._session is not None and self._session.is_serving:
+        serving = self._session
+        if serving is not None and serving.is_serving:
             return
         await anyio.to_thread.run_sync(import_module, "motet.runtime.engine_thread")  # torch: seconds
         ending = self._session

@@ -126,7 +126,8 @@ def test_rope_equals_llamas_and_fills_the_slots(
     slots = torch.randperm(24, generator=torch.Generator().manual_seed(3))[:tokens]
     slots[tokens // 2 :: 5] = -1
 
-    rotated = ops.rope_and_store_kv(qkv, cos, sin, kv, slots, num_heads, num_kv_heads)
+    signed_sin = torch.cat((-sin, sin), -1).to(dtype)
+    rotated = ops.rope_and_store_kv(qkv, full_cos, signed_sin, kv, slots, num_heads, num_kv_heads)
 
     assert_close(rotated, expected_q, dtype)
     in_place = torch.cat((expected_q.flatten(1), expected_k.flatten(1), v.flatten(1)), -1)

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import anyio
@@ -220,6 +221,30 @@ async def test_case_30_three_lives_leave_no_memory_behind(tiny_folder: Path, ada
     sizes = [await life() for _ in range(3)]
     assert sizes[-1] <= 1.05 * sizes[0]
     await until(no_thread_is_left)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_closed_engine_lets_its_weights_go_at_once(tiny_folder: Path, dies: bool):
+    engine = AsyncEngine(tiny_folder, CONFIG)
+    await engine.start()
+    stream = engine.stream("text", LONG)
+    await stream.__anext__()
+    model = engine._running()[1].core._runner._model
+    weights = weakref.ref(model._embedding)
+    if dies:
+        model.forward = None
+        with pytest.raises(EngineDead) as caught:
+            await stream.result()
+        assert caught.value.cause
+    del model
+    gc.disable()  # no cycle may hold them
+    try:
+        await engine.aclose()
+        await until(lambda: weights() is None, within=2.0)
+    finally:
+        gc.enable()
+    assert stream.usage is not None  # the stream itself is kept
 
 
 @pytest.mark.anyio

@@ -120,7 +120,7 @@ class Decoder:
             self._lm_head = make_linear(
                 ops, kind="column", in_features=config.hidden_size, splits=[("lm_head", config.vocab_size)]
             )
-        self._rope = Rope(config.rope, config.head_dim, ops.device)
+        self._rope = Rope(config.rope, config.head_dim, ops)
         self.lora_sites = tuple(
             linear.site for layer in self._layers for linear in layer.linears if linear.site is not None
         )

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from motet.errors import CorruptCheckpoint, UnsupportedModel
+from motet.kernels.ops import Ops
 
 SUPPORTED_ROPE_TYPES = ("default", "llama3")
 
@@ -95,10 +96,15 @@ def _stretch(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
 class Rope:
     """cos and sin for a step's positions."""
 
-    def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
-        self._frequencies = inverse_frequencies(config, head_dim).to(device)
+    def __init__(self, config: RopeConfig, head_dim: int, ops: Ops) -> None:
+        self._frequencies = inverse_frequencies(config, head_dim).to(ops.device)
+        self._dtype = ops.dtype
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] int64 -> cos, sin [T, head_dim / 2] float32, for `Ops.rope_and_store_kv`."""
+        """positions [T] int64 -> cos, sin [T, head_dim] D, as `Ops.rope_and_store_kv` takes them.
+
+        Computed in float32, as transformers does.
+        """
         angles = positions[:, None].float() * self._frequencies
-        return angles.cos(), angles.sin()
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((cos, cos), -1).to(self._dtype), torch.cat((-sin, sin), -1).to(self._dtype)

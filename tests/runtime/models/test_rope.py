@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from motet.errors import UnsupportedModel
+from motet.kernels.reference import ReferenceOps
 from motet.runtime.models.rope import Rope, inverse_frequencies, read_rope
 
 OLD_LLAMA3 = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
@@ -40,12 +41,14 @@ def test_cos_and_sin_equal_those_of_transformers(spelling: str, head_dim: int) -
     theirs = LlamaRotaryEmbedding(LlamaConfig(head_dim=head_dim, **config))
     positions = torch.tensor([0, 1, 511, 8_000, 20_000, 131_071])
     expected = theirs(torch.empty(0), positions[None])
-    actual = Rope(read_rope(config), head_dim, torch.device("cpu")).cos_sin(positions)
-    for ours, reference in zip(actual, expected, strict=True):
+    ops = ReferenceOps(torch.device("cpu"), torch.float32)
+    cos, signed_sin = Rope(read_rope(config), head_dim, ops).cos_sin(positions)
+    sign = torch.cat((-torch.ones(head_dim // 2), torch.ones(head_dim // 2)))
+    for ours, reference in zip((cos, signed_sin * sign), expected, strict=True):
         assert ours.dtype == torch.float32
         # A float32 angle at 131,071 radians is only known to 0.008; up to 20,000 to 0.001.
-        torch.testing.assert_close(ours[:-1], reference[0, :-1, : head_dim // 2], atol=2e-3, rtol=0)
-        torch.testing.assert_close(ours[-1:], reference[0, -1:, : head_dim // 2], atol=2e-2, rtol=0)
+        torch.testing.assert_close(ours[:-1], reference[0, :-1], atol=2e-3, rtol=0)
+        torch.testing.assert_close(ours[-1:], reference[0, -1:], atol=2e-2, rtol=0)
     torch.testing.assert_close(
         inverse_frequencies(read_rope(config), head_dim), theirs.inv_freq, rtol=3e-7, atol=0
     )
