@@ -126,25 +126,28 @@ class EngineThread:
             self.started.set_exception(exc)
         else:
             self.started.set_result(None)
-            self._serve(self.loop)
+            cause = self._serve(self.loop)
+            if cause is not None:  # the error lives as long as its readers like; the loop it names shall not
+                traceback.clear_frames(cause.__traceback__)
         finally:
             self.loop = None
             atexit.unregister(self._stop_at_exit)
             self.ended.set_result(None)
 
-    def _serve(self, loop: EngineLoop) -> None:
+    def _serve(self, loop: EngineLoop) -> BaseException | None:
+        """Until it is stopped, or a turn fails for all; then what failed."""
         try:
             while not self._should_stop(loop):
                 self._run_commands(loop, wait=not loop.has_work)
                 loop.turn()
         except BaseException as exc:
             logger.exception("the engine died")
-            traceback.clear_frames(exc.__traceback__)  # the error lives as long as its readers like
             cause = exc  # `exc` is unbound when this block ends
             self._end(loop, lambda: EngineDead(cause), FinishReason.ERROR)
-        else:
-            closed = "the engine is closed; `await engine.start()` starts it again"
-            self._end(loop, lambda: EngineClosed(closed), FinishReason.ABORT)
+            return cause
+        closed = "the engine is closed; `await engine.start()` starts it again"
+        self._end(loop, lambda: EngineClosed(closed), FinishReason.ABORT)
+        return None
 
     def _should_stop(self, loop: EngineLoop) -> bool:
         if self._stop_at is None:
