@@ -19,6 +19,8 @@ NUM_TOKENS = 64
 PARAMS = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
 EXAMPLE_ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
 KV_BYTES = 64 << 20
+counts = pytest.mark.parametrize("count", [8, pytest.param(24, marks=pytest.mark.slow)])
+"""All 24 prompts take longer than `make test` has."""
 
 TEXTS = [
     "The capital of France is",
@@ -81,11 +83,12 @@ def complete(
     params: SamplingParams = PARAMS,
     rounds: int = 1,
     beside: dict[str, Path] | None = None,
-) -> list[Completion]:
-    """All prompts at once, `rounds` times on one engine; the last round's completions."""
+) -> list[list[Completion]]:
+    """All prompts at once, `rounds` times on one engine: each round's completions."""
     beside = beside or {}
 
-    async def run() -> list[Completion]:
+    async def run() -> list[list[Completion]]:
+        all_done: list[list[Completion]] = []
         async with AsyncEngine(model, config) as engine:
             for name, folder in beside.items():
                 await engine.load_adapter(name, folder)
@@ -103,7 +106,8 @@ def complete(
                                 lambda i=i, name=name: engine.generate(prompts[i], params, adapter=name)
                             )
                 await settled(engine)
-            return [done[i] for i in range(len(prompts))]
+                all_done.append([done[i] for i in range(len(prompts))])
+        return all_done
 
     return anyio.run(run)
 
@@ -118,42 +122,46 @@ def test_24_prompts_answer_as_transformers_does_batched_and_from_the_prefix_cach
     prompts, answers = smollm2
     assert len(prompts) == 24
     config = EngineConfig(block_size=4, kv_cache_bytes=4 * KV_BYTES)
-    first = complete("demo", prompts, config)
-    again = complete("demo", prompts, config, rounds=2)
+    first, again = complete("demo", prompts, config, rounds=2)
     assert ids(first) == ids(again) == answers
     long_ones = [completion for completion in again if len(completion.prompt_token_ids) > 4]
     assert len(long_ones) >= 16 and all(completion.usage.cached_tokens > 0 for completion in long_ones)
 
 
-def test_24_prompts_answer_as_transformers_does_in_chunks_of_7(
+@counts
+def test_prompts_answer_as_transformers_does_in_chunks_of_7(
     smollm2: tuple[list[list[int]], list[list[int]]],
+    count: int,
 ):
     prompts, answers = smollm2
     config = EngineConfig(max_num_batched_tokens=7, max_num_seqs=6, kv_cache_bytes=KV_BYTES)
-    assert ids(complete("demo", prompts, config)) == answers
+    (done,) = complete("demo", prompts[:count], config)
+    assert ids(done) == answers[:count]
 
 
-def test_24_prompts_answer_as_transformers_does_preempted_three_times(
+@counts
+def test_prompts_answer_as_transformers_does_preempted_three_times(
     smollm2: tuple[list[list[int]], list[list[int]]],
+    count: int,
 ):
     prompts, answers = smollm2
     block_bytes = 2 * 30 * 3 * 64 * 4 * 4
-    config = EngineConfig(block_size=4, kv_cache_bytes=80 * block_bytes, enable_prefix_caching=False)
-    completions = complete("demo", prompts, config)
-    assert ids(completions) == answers
+    config = EngineConfig(
+        block_size=4, kv_cache_bytes=(count * 10 // 3) * block_bytes, enable_prefix_caching=False
+    )
+    (completions,) = complete("demo", prompts[:count], config)
+    assert ids(completions) == answers[:count]
     assert max(completion.usage.preemptions for completion in completions) >= 3
 
 
-def test_24_prompts_answer_as_transformers_does_with_adapters_beside_them(
+def test_prompts_answer_as_transformers_does_with_adapters_beside_them(
     smollm2: tuple[list[list[int]], list[list[int]]],
 ):
     prompts, answers = smollm2
     beside = {folder.name: folder for folder in EXAMPLE_ADAPTERS.iterdir() if folder.is_dir()}
     assert len(beside) == 3
-    assert (
-        ids(complete("demo", prompts[:8], EngineConfig(kv_cache_bytes=4 * KV_BYTES), beside=beside))
-        == answers[:8]
-    )
+    (done,) = complete("demo", prompts[:8], EngineConfig(kv_cache_bytes=4 * KV_BYTES), beside=beside)
+    assert ids(done) == answers[:8]
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +183,8 @@ def test_any_chunking_and_block_size_gives_the_same_tokens(
         threads=1,
         max_num_seqs=8,
     )
-    assert ids(complete(tiny_folder, prompts, config, rounds=2)) == answers
+    for done in complete(tiny_folder, prompts, config, rounds=2):
+        assert ids(done) == answers
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -193,8 +202,8 @@ def test_case_18_preempted_again_and_again_the_answer_is_the_same_with_logprobs(
         enable_prefix_caching=caching,
         threads=1,
     )
-    expected = complete(tiny_folder, prompts, roomy, params=params)
-    completions = complete(tiny_folder, prompts, tight, params=params)
+    (expected,) = complete(tiny_folder, prompts, roomy, params=params)
+    (completions,) = complete(tiny_folder, prompts, tight, params=params)
     assert ids(completions) == ids(expected) == answers
     assert max(completion.usage.preemptions for completion in completions) >= 3
     for one, other in zip(completions, expected, strict=True):
