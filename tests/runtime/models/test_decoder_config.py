@@ -64,7 +64,7 @@ def test_a_config_asks_for_the_same_tensors_as_with_transformers(
 def test_a_feature_outside_the_supported_is_refused_by_name_with_what_is_supported(
     feature: str, value: object
 ) -> None:
-    with pytest.raises(UnsupportedModel, match=rf"{feature} .*supported are LlamaForCausalLM and Qwen2"):
+    with pytest.raises(UnsupportedModel, match=rf"{feature} .*supported are silu, full attention"):
         DecoderConfig.from_config({**LLAMA, feature: value})
 
 
