@@ -14,20 +14,17 @@ from typing import TYPE_CHECKING, Literal
 import anyio.to_thread
 
 from motet.config import EngineConfig
-from motet.errors import EngineClosed, InvalidRequest, QueueFull
+from motet.errors import EngineClosed, InvalidRequest
 from motet.params import SamplingParams
-from motet.sdk.arguments import as_ids, check_arguments, check_name, check_prompt_type, check_seconds
-from motet.sdk.delivery import Delivery
-from motet.sdk.loops import current_loop, wait_for
+from motet.sdk.arguments import check_name, check_seconds
+from motet.sdk.loops import wait_for
 from motet.sdk.outputs import Completion
+from motet.sdk.session import Session
 from motet.sdk.stream import TokenStream
 
 if TYPE_CHECKING:  # torch is behind these, or they are not needed before an engine starts
     from motet.lora.pool import AdapterInfo
     from motet.runtime.build import Runtime
-    from motet.runtime.engine_loop import EngineLoop
-    from motet.runtime.engine_thread import EngineThread
-    from motet.runtime.request import Request
     from motet.runtime.statistics import EngineStats
 
 
@@ -50,7 +47,7 @@ class AsyncEngine:
         self._model = model
         self._config = config or EngineConfig()
         self._gate = threading.Lock()
-        self._session: _Session | None = None
+        self._session: Session | None = None
 
     # -- life -------------------------------------------------------------------------------------------
 
@@ -71,7 +68,7 @@ class AsyncEngine:
         with self._gate:
             session = self._session
             if session is None or not session.is_here or session.thread.refusal is not None:
-                self._session = session = _Session(self._model, self._config)
+                self._session = session = Session(self._model, self._config)
                 session.finalizer = weakref.finalize(self, session.thread.stop)  # for one dropped unclosed
                 session.thread.start()
             session.num_starters += 1
@@ -139,32 +136,16 @@ class AsyncEngine:
         Raises InvalidRequest, PromptTooLong, AdapterNotFound, QueueFull, EngineClosed, EngineDead. What needs
         the prompt's tokens, when it is text, is raised by the first `__anext__` instead.
         """
-        session, runtime = self._running()
-        params = SamplingParams() if params is None else params
-        check_arguments(params, adapter, tenant, priority, deadline, request_id)
-        check_prompt_type(prompt)
-        if not isinstance(prompt, str):
-            runtime.intake.check_length(len(prompt), params)  # before work that a huge one would make long
-            prompt = as_ids(prompt)
-            runtime.intake.check_ids(prompt, "the prompt")
-        session.check_room()
-        name = request_id if request_id is not None else os.urandom(8).hex()
-        ref = runtime.adapters.acquire(adapter) if adapter is not None else None
-        try:
-            request = runtime.intake.make_request(
-                params,
-                tenant=tenant,
-                adapter=ref,
-                adapter_slot=runtime.adapters.slot(ref) if ref is not None else -1,
-                priority=priority,
-                deadline=deadline,
-            )
-            stream = session.open(name, request, prompt)
-        except BaseException:
-            if ref is not None:
-                runtime.adapters.release(ref)
-            raise
-        return stream
+        session, _ = self._running()
+        return session.begin(
+            prompt,
+            params,
+            adapter=adapter,
+            tenant=tenant,
+            priority=priority,
+            deadline=deadline,
+            request_id=request_id,
+        )
 
     async def generate(
         self,
@@ -245,7 +226,7 @@ class AsyncEngine:
         """A snapshot taken after the last step."""
         return self._running()[0].serving.statistics
 
-    def _running(self) -> tuple[_Session, Runtime]:
+    def _running(self) -> tuple[Session, Runtime]:
         """The session that serves, and its runtime. Raises EngineClosed or EngineDead."""
         session = self._session
         if session is None:
@@ -255,66 +236,3 @@ class AsyncEngine:
         if not session.is_here:
             raise EngineClosed("the engine runs in the process that this one was forked from: start one here")
         return session, session.serving.runtime
-
-
-class _Session:
-    """One life of an engine, from start to close: its thread, and the streams of its live requests."""
-
-    def __init__(self, model: str | os.PathLike[str], config: EngineConfig) -> None:
-        from motet.runtime.engine_thread import EngineThread
-
-        self._config = config
-        self._process = os.getpid()
-        self.num_starters = 0
-        """Calls of `start` that wait for it or have got it."""
-        self.finalizer: weakref.finalize[..., AsyncEngine]
-        self.delivery = Delivery(self._cancel)
-        self.thread: EngineThread = EngineThread(model, config, self.delivery.deliver)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether its thread is in this process, and not in one that this was forked from."""
-        return self._process == os.getpid()
-
-    @property
-    def is_serving(self) -> bool:
-        thread = self.thread
-        return self.is_here and thread.loop is not None and thread.refusal is None and not thread.is_stopping
-
-    @property
-    def serving(self) -> EngineLoop:
-        """What the thread drives. Raises EngineClosed or EngineDead if it does not serve."""
-        loop = self.thread.loop
-        refusal = self.thread.refusal
-        if refusal is not None:
-            raise refusal
-        if loop is None:
-            raise EngineClosed("the engine is still loading its model: wait for `start()`")
-        return loop
-
-    def check_room(self) -> None:
-        """Raises QueueFull if as many requests wait as may."""
-        live, config = len(self.delivery.ids), self._config
-        if config.max_waiting is not None and live >= config.max_num_seqs + config.max_waiting:
-            retry_after = self.serving.statistics.seconds_per_request
-            raise QueueFull(
-                f"{live} requests are live: max_num_seqs ({config.max_num_seqs}) may run and "
-                f"max_waiting ({config.max_waiting}) may wait; try again in {retry_after:.1f} s",
-                retry_after=retry_after,
-            )
-
-    def open(self, name: str, request: Request, prompt: str | list[int]) -> TokenStream:
-        """Begins a request. Raises InvalidRequest if the name is that of a live one, EngineClosed, EngineDead."""
-        loop = current_loop()
-        request_id, thread = request.request_id, self.thread
-        stream = TokenStream(name, lambda: thread.cancel(request_id), loop)
-        self.delivery.attach(request_id, loop, stream)
-        try:
-            thread.add(request, prompt)
-        except BaseException:
-            self.delivery.detach(request_id)
-            raise
-        return stream
-
-    def _cancel(self, request_id: int) -> None:
-        self.thread.cancel(request_id)
