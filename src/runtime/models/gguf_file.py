@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-import gguf
-import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from motet.errors import CorruptCheckpoint, UnsupportedModel
 from motet.runtime.models.checkpoint import StoredTensor
 from motet.runtime.models.gguf_config import hf_config
 from motet.runtime.models.gguf_reader import MappedGGUFReader
+from motet.runtime.models.gguf_tensors import READERS, stored_tensor
 from motet.runtime.tokenizer import TokenizerSource
 
 _TENSORS = MappingProxyType(
@@ -37,14 +35,12 @@ _TENSORS = MappingProxyType(
     }
 )
 _ROPE_DIVISORS = "rope_freqs.weight"
-_BLOCKS_AT_A_TIME = 8192
-"""Large enough for NumPy to let other threads run, small enough for a core's cache."""
 
 
 class GGUFFile:
     """`Checkpoint` of a `.gguf` file. Raises `CorruptCheckpoint` or `UnsupportedModel`."""
 
-    dtypes: ClassVar[tuple[str, ...]] = ("F32", "F16", "BF16", "Q8_0", "Q4_1")
+    dtypes: ClassVar[tuple[str, ...]] = tuple(READERS)
 
     def __init__(self, path: Path) -> None:
         try:
@@ -68,18 +64,19 @@ class GGUFFile:
             rope_divisors=None if divisors is None else tuple(divisors.data.tolist()),
         )
         self.tensors: Mapping[str, StoredTensor] = {
-            hf_name(name): _stored(tensor, self._permuted_heads(name)) for name, tensor in stored.items()
+            hf_name(name): stored_tensor(tensor, self._restore(name)) for name, tensor in stored.items()
         }
 
     def tokenizer(self) -> TokenizerSource:
         return TokenizerSource.from_gguf(self.metadata)
 
-    def _permuted_heads(self, name: str) -> int:
-        """How many heads of the tensor are permuted: q and k of llama, where llama.cpp rotates neighbours."""
+    def _restore(self, name: str) -> Callable[[Tensor], Tensor] | None:
+        """What undoes the permutation of llama's q and k, done where llama.cpp rotates neighbours."""
         if self.metadata["general.architecture"] != "llama" or not re.search(r"\.attn_[qk]\.", name):
-            return 0
+            return None
         heads: int = self.config.get("num_attention_heads", 1)
-        return heads if ".attn_q." in name else self.config.get("num_key_value_heads", heads)
+        kv_heads: int = self.config.get("num_key_value_heads", heads)
+        return partial(_restore_halves, heads=heads if ".attn_q." in name else kv_heads)
 
 
 def hf_name(name: str) -> str:
@@ -91,48 +88,7 @@ def hf_name(name: str) -> str:
     return f"{layer}{_TENSORS[match[2]]}.{match[3]}"
 
 
-def _stored(tensor: gguf.ReaderTensor, permuted_heads: int) -> StoredTensor:
-    dtype = tensor.tensor_type.name
-    shape = tuple(map(int, reversed(tensor.shape)))
-    raw = np.asarray(tensor.data).reshape(-1).view(np.uint8)
-
-    def read() -> Tensor:
-        values = _READERS[dtype](raw).view(shape)
-        return _restore_halves(values, permuted_heads) if permuted_heads else values
-
-    return StoredTensor(dtype, shape, raw, read)
-
-
 def _restore_halves(values: Tensor, heads: int) -> Tensor:
     """Undoes llama.cpp's permutation: a head's dimensions 2i and 2i + 1 go back to i and i + head_dim / 2."""
     pairs = values.view(heads, -1, 2, *values.shape[1:])
     return pairs.transpose(1, 2).reshape(values.shape)
-
-
-def _plain(dtype: torch.dtype) -> Callable[[npt.NDArray[np.uint8]], Tensor]:
-    return lambda raw: torch.from_numpy(raw).view(dtype)
-
-
-def _quantised(blocks: Any) -> Callable[[npt.NDArray[np.uint8]], Tensor]:
-    """Upstream's arithmetic on one block format, in pieces that let threads share the work."""
-
-    def read(raw: npt.NDArray[np.uint8]) -> Tensor:
-        packed = raw.reshape(-1, blocks.type_size)
-        values = np.empty((packed.shape[0], blocks.block_size), dtype=np.float32)
-        for i in range(0, len(packed), _BLOCKS_AT_A_TIME):
-            part = slice(i, i + _BLOCKS_AT_A_TIME)
-            values[part] = blocks.dequantize_blocks(packed[part])
-        return torch.from_numpy(values)
-
-    return read
-
-
-_READERS = MappingProxyType(
-    {
-        "F32": _plain(torch.float32),
-        "F16": _plain(torch.float16),
-        "BF16": _plain(torch.bfloat16),
-        "Q8_0": _quantised(gguf.quants.Q8_0),
-        "Q4_1": _quantised(gguf.quants.Q4_1),
-    }
-)

@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations.gguf.dequant import dequantize
 
 from motet.runtime.models.gguf_reader import MappedGGUFReader
 
 QuantisationType = gguf.GGMLQuantizationType
+K_SCALES = {QuantisationType.Q4_K: (0, 2), QuantisationType.Q5_K: (0, 2), QuantisationType.Q6_K: (208,)}
+"""Types that the `gguf` library reads but does not write, and where in a block their float16 scales lie."""
+
+
+def pack(weight: torch.Tensor, kind: QuantisationType) -> npt.NDArray[Any]:
+    """weight [N, K] as rows of blocks. Of a type in `K_SCALES`: arbitrary blocks, the same for the same row."""
+    if kind not in K_SCALES:
+        packed: npt.NDArray[Any] = gguf.quants.quantize(weight.numpy(), kind)
+        return packed
+    values_per_block, size = gguf.GGML_QUANT_SIZES[kind]
+    rows = []
+    for row in weight.numpy():
+        generator = np.random.default_rng(zlib.crc32(row.tobytes()))
+        blocks = generator.integers(256, size=(len(row) // values_per_block, size), dtype=np.uint8)
+        for at in K_SCALES[kind]:
+            blocks[:, at : at + 2] = np.array([1e-4], np.float16).view(np.uint8)
+        rows.append(blocks.reshape(-1))
+    return np.stack(rows)
+
+
+def unpack(packed: npt.NDArray[Any], kind: QuantisationType) -> torch.Tensor:
+    """The values, by transformers' own arithmetic for what the `gguf` library cannot write itself."""
+    if kind not in K_SCALES:
+        return torch.from_numpy(gguf.quants.dequantize(packed, kind).copy())
+    _, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = torch.from_numpy(packed.reshape(-1, size))
+    return dequantize(blocks, int(kind)).reshape(len(packed), -1)
 
 
 def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -74,7 +105,7 @@ def write_gguf(
         kind = QuantisationType.F32
         if tensor.ndim == 2:
             kind = embedding_type if embedding_type and name == "token_embd.weight" else weight_type
-        writer.add_tensor(name, gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
+        writer.add_tensor(name, pack(tensor, kind) if tensor.ndim == 2 else tensor.numpy(), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -100,8 +131,7 @@ def round_trip(hf_model: Any, weight_type: QuantisationType) -> Any:
     for parameter in hf_model.parameters():
         if parameter.ndim == 2:
             # Along rows, so permuting rows before or after is one.
-            packed = gguf.quants.quantize(parameter.detach().numpy(), weight_type)
-            parameter.data = torch.from_numpy(gguf.quants.dequantize(packed, weight_type).copy())
+            parameter.data = unpack(pack(parameter.detach(), weight_type), weight_type)
     return hf_model
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 import transformers
-from gguf_models import QuantisationType, round_trip, smollm2_from_gguf, write_gguf
+from gguf_models import K_SCALES, QuantisationType, round_trip, smollm2_from_gguf, write_gguf
 from tiny_models import (
     LLAMA3_ROPE,
     float32_ops,
@@ -23,9 +24,11 @@ from tiny_models import (
 
 from motet.errors import CorruptCheckpoint, ModelError, UnsupportedModel
 from motet.runtime.models.gguf_file import GGUFFile
+from motet.runtime.models.gguf_tensors import READERS
 from motet.runtime.models.loader import find_model, load_model
 
 BLOCKS = {"hidden_size": 64, "intermediate_size": 96}  # multiples of a block's 32 weights
+K_BLOCKS = {"hidden_size": 256, "intermediate_size": 256}  # of a K type's 256
 
 
 def logits_of(path: Path, rows: range = range(20)) -> torch.Tensor:
@@ -37,18 +40,34 @@ def write(tmp_path: Path, family: str = "llama", **options: Any) -> Path:
     return write_gguf(tmp_path / "model.gguf", make_hf_model(family, **BLOCKS), **options)
 
 
-@pytest.mark.parametrize("weight_type", ["F32", "F16", "BF16", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize(
+    "weight_type",
+    ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"],
+)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_each_type_gives_the_logits_of_its_dequantised_weights(
     family: str, weight_type: str, tmp_path: Path
 ) -> None:
     kind = QuantisationType[weight_type]
-    path = write(tmp_path, family, weight_type=kind)
-    hf_model = round_trip(make_hf_model(family, **BLOCKS), kind)
+    shape = K_BLOCKS if kind in K_SCALES else BLOCKS
+    path = write_gguf(tmp_path / "model.gguf", make_hf_model(family, **shape), weight_type=kind)
+    hf_model = round_trip(make_hf_model(family, **shape), kind)
     assert relative_error(logits_of(path), hf_logits(hf_model, make_ids(20), range(20))) <= 1e-4
 
 
-@pytest.mark.parametrize("weight_type", ["BF16", "Q8_0", "Q4_1"])
+def test_blocks_written_by_hand_hold_what_llama_cpp_says_they_do() -> None:
+    """One block of each five-bit type, spelled out from ggml's structures: scale, (least,) fifth bits, nibbles."""
+    low, fifth = np.arange(32) * 7 % 11, np.arange(32) % 3 == 0
+    nibbles = (low[:16] | low[16:] << 4).astype(np.uint8)
+    head, bits = np.array([0.5], np.float16).view(np.uint8), np.packbits(fifth, bitorder="little")
+    least = np.array([-3.0], np.float16).view(np.uint8)
+    q5_0 = READERS["Q5_0"](np.concatenate([head, bits, nibbles]))
+    q5_1 = READERS["Q5_1"](np.concatenate([head, least, bits, nibbles]))
+    assert q5_0.flatten().tolist() == (0.5 * (low + 16 * fifth - 16.0)).tolist()
+    assert q5_1.flatten().tolist() == (0.5 * (low + 16 * fifth) - 3.0).tolist()
+
+
+@pytest.mark.parametrize("weight_type", ["BF16", "Q8_0", "Q4_1", "Q5_0"])
 def test_more_blocks_than_are_read_at_a_time_are_dequantised_as_upstream_does(
     weight_type: str, tmp_path: Path
 ) -> None:
@@ -107,8 +126,8 @@ def test_end_tokens_and_context_length_come_from_the_metadata(tmp_path: Path) ->
 
 
 def test_an_unsupported_tensor_type_is_named_with_those_that_are_supported(tmp_path: Path) -> None:
-    path = write(tmp_path, weight_type=QuantisationType.Q5_0)
-    with pytest.raises(UnsupportedModel, match="stored as Q5_0; supported are F32, F16, BF16, Q8_0, Q4_1"):
+    path = write_gguf(tmp_path / "m.gguf", make_hf_model(**K_BLOCKS), weight_type=QuantisationType.TQ1_0)
+    with pytest.raises(UnsupportedModel, match="stored as TQ1_0; supported are F32, F16, BF16, Q8_0, Q4_0"):
         load_model(path, float32_ops())
 
 
