@@ -20,6 +20,7 @@ from motet.runtime.block_pool import BlockPool
 from motet.runtime.engine_core import EngineCore
 from motet.runtime.intake import Intake
 from motet.runtime.kv_cache_manager import KVCacheManager
+from motet.runtime.model_info import ModelInfo, describe
 from motet.runtime.model_runner import ModelRunner
 from motet.runtime.models.base import KVGroup
 from motet.runtime.models.loader import load_model
@@ -46,7 +47,7 @@ class Runtime:
     adapters: AdapterPool
     lora_sites: tuple[LoRASite, ...]
     tokenizer: TokenizerSource
-    backend: str
+    model_info: ModelInfo
 
 
 def build_runtime(
@@ -113,13 +114,13 @@ def build_runtime(
         adapters,
         lm.lora_sites,
         loaded.tokenizer,
-        ops.name,
+        describe(loaded, ops, max_model_len),
     )
 
 
 def _num_blocks(group: KVGroup, config: EngineConfig, max_model_len: int, itemsize: int) -> int:
     """How many KV blocks to make. Memory is taken from the system only as blocks are first used."""
-    block_bytes = 2 * group.num_layers * group.num_kv_heads * group.head_dim * itemsize * config.block_size
+    block_bytes = group.bytes_per_token(itemsize) * config.block_size
     if config.kv_cache_bytes is not None:
         if config.kv_cache_bytes < block_bytes:
             raise ModelError(

@@ -45,7 +45,7 @@ class EngineLoop:
         self._core = self.runtime.core
         self._tokenizer = self.runtime.tokenizer.build()
         self._texts = TokenizerThread(self.runtime.tokenizer.build(), self._post_prompt)
-        self._keeper = StatisticsKeeper(self._core.scheduler, self.runtime.backend)
+        self._keeper = StatisticsKeeper(self._core.scheduler, self.runtime.model_info.backend)
         self.statistics = self._keeper.snapshot()
         """A snapshot, replaced in each turn. May be read on any thread."""
 

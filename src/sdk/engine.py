@@ -25,6 +25,7 @@ from motet.sdk.stream import TokenStream
 if TYPE_CHECKING:  # torch is behind these, or they are not needed before an engine starts
     from motet.lora.pool import AdapterInfo
     from motet.runtime.build import Runtime
+    from motet.runtime.model_info import ModelInfo
     from motet.runtime.statistics import EngineStats
 
 
@@ -225,6 +226,10 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         """A snapshot taken after the last step."""
         return self._running()[0].serving.statistics
+
+    def model_info(self) -> ModelInfo:
+        """What model this is, and how it is run."""
+        return self._running()[1].model_info
 
     def _running(self) -> tuple[Session, Runtime]:
         """The session that serves, and its runtime. Raises EngineClosed or EngineDead."""

@@ -28,6 +28,10 @@ class KVGroup:
     window: int | None
     """How many tokens back a token sees. None: all."""
 
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Of keys and values over the group's layers, at `itemsize` bytes a number."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
 
 @dataclass(frozen=True)
 class Weight:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +33,10 @@ class LoadedModel:
     """A model ready to run, with what its files say beside the weights."""
 
     model: CausalLM
+    architecture: str
+    """As the config names it."""
+    num_parameters: int
+    """Numbers in all weights."""
     tokenizer: TokenizerSource
     eos_token_ids: tuple[int, ...]
     generation_defaults: GenerationDefaults
@@ -57,9 +62,13 @@ def load_model(path: str | os.PathLike[str], ops: Ops) -> LoadedModel:
                 f"config: eos_token_id {outside[0]} is outside the {model.vocab_size} tokens"
             )
         generation_defaults = read_generation_defaults(checkpoint.generation_config)
+        num_parameters = sum(math.prod(weight.shape) for weight in model.weights().values())
         digest = _load_weights(model, checkpoint)
         model.finish_loading()  # only now that nobody holds views of what packing frees
-        return LoadedModel(model, tokenizer, eos_token_ids, generation_defaults, digest)
+        architecture = checkpoint.config["architectures"][0]
+        return LoadedModel(
+            model, architecture, num_parameters, tokenizer, eos_token_ids, generation_defaults, digest
+        )
     except ModelError as error:
         raise type(error)(f"{place}: {error}") from error
     except OSError as error:
