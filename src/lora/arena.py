@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +16,21 @@ from motet.lora.extents import Extents
 from motet.lora.sites import LoRASite
 
 _FIRST_SLOTS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class PackedAdapter:
+    """An adapter as its extent holds it, in host memory."""
+
+    layout: Tensor
+    """Its part of the arena's table, as if its extent began at 0. [3, projections]"""
+    data: Tensor
+    """[size], in the arena's dtype, on the CPU."""
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of an arena."""
+        return self.data.nbytes
 
 
 class AdapterArena:
@@ -58,22 +74,41 @@ class AdapterArena:
         """What the adapter in `slot` takes of `capacity_bytes`."""
         return self._held[slot][1] * self.data.itemsize
 
-    def place(self, weights: LoRAWeights) -> int:
-        """Copies `weights` in, cast to the arena's dtype, and returns their adapter slot.
-
-        Raises `AdapterLoadError` if there is no room.
-        """
+    def pack(self, weights: LoRAWeights) -> PackedAdapter:
+        """`weights` cast to the arena's dtype and laid end to end. On any thread; the arena is not touched."""
         layout, size = self._layout(weights)
-        with self._lock:
-            slot, offset = self._reserve(size)
-            layout[:2] += offset
-            self._table[:, slot] = layout
-        # Outside of the lock: nobody else knows the slot yet, so nobody waits and nobody sees it half done.
+        data = torch.empty(size, dtype=self.data.dtype)
         for module, a_offset, b_offset, _ in zip(self._modules, *layout.tolist(), strict=True):
             if module in weights.modules:
                 for offset, tensor in zip((a_offset, b_offset), weights.modules[module], strict=True):
-                    self.data[offset : offset + tensor.numel()].view(tensor.shape).copy_(tensor)
+                    data[offset : offset + tensor.numel()].view(tensor.shape).copy_(tensor)
+        return PackedAdapter(layout, data)
+
+    def fits(self, nbytes: int, without: Collection[int] = ()) -> bool:
+        """Whether an adapter of `nbytes` > 0 would have room if the slots `without` were removed."""
+        with self._lock:
+            freed = [self._held[slot][0] for slot in without]
+            return self._extents.fits(nbytes // self.data.itemsize, freed)
+
+    def place(self, adapter: LoRAWeights | PackedAdapter) -> int:
+        """Copies an adapter in and returns its adapter slot. Raises `AdapterLoadError` if there is no room."""
+        packed = adapter if isinstance(adapter, PackedAdapter) else self.pack(adapter)
+        with self._lock:
+            slot, offset = self._reserve(packed.data.numel())
+            layout = packed.layout.to(self._table.device, copy=True)
+            layout[:2] += offset
+            self._table[:, slot] = layout
+        # Outside of the lock: nobody else knows the slot yet, so nobody waits and nobody sees it half done.
+        self.data[offset : offset + packed.data.numel()].copy_(packed.data)
         return slot
+
+    def copy_out(self, slot: int) -> PackedAdapter:
+        """What `place` copied in. The slot stays."""
+        with self._lock:
+            offset, size = self._held[slot]
+            layout = self._table[:, slot].cpu().clone()
+        layout[:2] -= offset
+        return PackedAdapter(layout, self.data[offset : offset + size].cpu().clone())
 
     def remove(self, slot: int) -> None:
         """Takes the slot and its memory back. No step in flight may use it."""
@@ -102,7 +137,7 @@ class AdapterArena:
     def _layout(self, weights: LoRAWeights) -> tuple[Tensor, int]:
         """The slot's part of the table if its extent began at 0 [3, projections], and the extent's size."""
         assert weights.modules.keys() <= set(self._modules)
-        layout = torch.zeros_like(self._table[:, 0])
+        layout = torch.zeros(3, len(self._modules), dtype=torch.int64)
         end = 0
         for column, (module, features) in enumerate(zip(self._modules, self._features, strict=True)):
             if module in weights.modules:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Collection
 
 
 class Extents:
@@ -32,6 +33,16 @@ class Extents:
                 self.used += size
                 return offset
         return None
+
+    def fits(self, size: int, without: Collection[int] = ()) -> bool:
+        """Whether `alloc(size)` would succeed once what it gave at the offsets `without` is free."""
+        run = end = 0
+        for offset, length in sorted([*self._free, *((offset, self._held[offset]) for offset in without)]):
+            run = run + length if offset == end else length
+            end = offset + length
+            if run >= size:
+                return True
+        return False
 
     def free(self, offset: int) -> None:
         """Takes back what `alloc` gave at `offset`."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lora_factories import MODULES, SITES, holds, make_arena, make_weights
+from lora_factories import MODULES, SITES, holds, make_arena, make_weights, weights_in
 
 from motet.errors import AdapterLoadError
 from motet.lora.adapter import LoRAWeights
@@ -53,6 +53,23 @@ def test_removed_memory_and_slots_are_used_again() -> None:
         arena.remove(slot)
         assert arena.used_bytes == 0
         arena.check_integrity()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_copied_out_comes_back_elsewhere_as_it_was(dtype: torch.dtype) -> None:
+    arena = AdapterArena(SITES, 4096, dtype, torch.device("cpu"))
+    first, slot = (arena.place(make_weights({"q": rank, "o": 3})) for rank in (1, 2))
+    before = {m: [tensor.clone() for tensor in pair] for m, pair in weights_in(arena, slot).items()}
+    copy = arena.copy_out(slot)
+    assert copy.nbytes == arena.nbytes(slot)
+    arena.remove(slot)
+    arena.remove(first)
+    arena.data.fill_(float("nan"))
+    arena.place(make_weights({"k": 1}))
+    back = weights_in(arena, arena.place(copy))
+    arena.check_integrity()
+    assert back.keys() == before.keys() == {"q", "o"}
+    assert all(torch.equal(x, y) for m in before for x, y in zip(before[m], back[m], strict=True))
 
 
 def test_an_adapter_without_room_is_refused_and_leaves_no_trace() -> None:

@@ -44,6 +44,12 @@ class ExtentsMachine(RuleBasedStateMachine):
         self.extents.free(offset)
         self.owner[offset : offset + size] = [None] * size
 
+    @rule(size=st.integers(1, 30), data=st.data())
+    def ask_what_fits(self, size: int, data: st.DataObject) -> None:
+        without = data.draw(st.sets(st.sampled_from(sorted(self.held)))) if self.held else set()
+        space = "".join(" " if owner is None or owner in without else "x" for owner in self.owner)
+        assert self.extents.fits(size, without) == (" " * size in space)
+
     @invariant()
     def free_and_held_make_the_capacity(self) -> None:
         self.extents.check_integrity()
