@@ -51,6 +51,8 @@ SIGNATURES = {
     AsyncEngine.aclose: "(self, *, drain=0.0)",
     AsyncEngine.stream: "(self, prompt, params=None, *, adapter=None, tenant='default', priority=0, deadline=None, "
     "request_id=None)",
+    AsyncEngine.chat: "(self, messages, params=None, *, tools=None, adapter=None, tenant='default', priority=0, "
+    "deadline=None, request_id=None)",
     AsyncEngine.generate: "(self, prompt, params=None, *, adapter=None, tenant='default', priority=0, deadline=None, "
     "request_id=None)",
     AsyncEngine.load_adapter: "(self, name, source, *, pin=False, replace=False)",
@@ -210,7 +212,17 @@ def test_importing_motet_loads_nothing_but_the_standard_library():
 
 
 def test_importing_the_engine_loads_no_torch():
-    loaded = ["torch", "transformers", "tokenizers", "numpy", "gguf", "trio", "prometheus_client"]
+    loaded = [
+        "torch",
+        "transformers",
+        "tokenizers",
+        "numpy",
+        "gguf",
+        "trio",
+        "jinja2",
+        "rich",
+        "prometheus_client",
+    ]
     assert (
         run(
             f"import sys; from motet import {', '.join(NAMES)}; print([m for m in {loaded} if m in sys.modules])"

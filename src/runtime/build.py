@@ -17,6 +17,7 @@ from motet.lora.arena import AdapterArena
 from motet.lora.pool import AdapterPool
 from motet.lora.sites import LoRASite
 from motet.runtime.block_pool import BlockPool
+from motet.runtime.chat_template import ChatTemplate
 from motet.runtime.engine_core import EngineCore
 from motet.runtime.intake import Intake
 from motet.runtime.kv_cache_manager import KVCacheManager
@@ -47,6 +48,7 @@ class Runtime:
     adapters: AdapterPool
     lora_sites: tuple[LoRASite, ...]
     tokenizer: TokenizerSource
+    chat_template: ChatTemplate | None
     model_info: ModelInfo
 
 
@@ -114,6 +116,7 @@ def build_runtime(
         adapters,
         lm.lora_sites,
         loaded.tokenizer,
+        loaded.chat_template,
         describe(loaded, ops, max_model_len),
     )
 

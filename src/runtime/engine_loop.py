@@ -9,8 +9,9 @@ from contextlib import suppress
 from os import PathLike
 
 from motet.config import EngineConfig
-from motet.errors import DeadlineExceeded, InvalidRequest, MotetError, RequestFailed
+from motet.errors import DeadlineExceeded, MotetError, RequestFailed
 from motet.runtime.build import build_runtime
+from motet.runtime.chat_template import Chat, Prompt
 from motet.runtime.detokenizer import Detokenizer
 from motet.runtime.request import Delta, FinishReason, Request
 from motet.runtime.statistics import StatisticsKeeper
@@ -44,7 +45,9 @@ class EngineLoop:
         self.runtime = build_runtime(model, config, lambda request: this._release(request))
         self._core = self.runtime.core
         self._tokenizer = self.runtime.tokenizer.build()
-        self._texts = TokenizerThread(self.runtime.tokenizer.build(), self._post_prompt)
+        self._texts = TokenizerThread(
+            self.runtime.tokenizer.build(), self.runtime.chat_template, self._post_prompt
+        )
         self._keeper = StatisticsKeeper(self._core.scheduler, self.runtime.model_info.backend)
         self.statistics = self._keeper.snapshot()
         """A snapshot, replaced in each turn. May be read on any thread."""
@@ -72,12 +75,12 @@ class EngineLoop:
         self.statistics = self._keeper.snapshot()  # before anyone hears of the step
         self._deliver(deltas)
 
-    def add(self, request: Request, prompt: str | list[int]) -> None:
-        """Takes a request in. Text is tokenised on another thread first; that request is blocked meanwhile."""
+    def add(self, request: Request, prompt: Prompt) -> None:
+        """Takes a request in. Another thread tokenises what is not token ids; the request is blocked meanwhile."""
         self._keeper.enter(request)
         request.prerequisites.add(PROMPT)
         self._core.scheduler.add(request)
-        if isinstance(prompt, str):
+        if isinstance(prompt, (str, Chat)):
             self._texts.submit(request, prompt)
         else:
             self._take_prompt(request, prompt)
@@ -110,7 +113,7 @@ class EngineLoop:
                 raise prompt
             self.runtime.intake.check_prompt(prompt, request.params)
             request.set_prompt(prompt, Detokenizer(self._tokenizer, prompt, request.params))
-        except InvalidRequest as error:
+        except MotetError as error:
             self.finish(request.request_id, FinishReason.ERROR, error)
         except BaseException as exc:  # whatever a tokenizer may raise concerns this request alone
             failure = RequestFailed(f"the tokenizer failed on this prompt: {exc}")

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from motet.config import EngineConfig
 from motet.errors import EngineClosed, EngineDead, MotetError, RequestAborted
+from motet.runtime.chat_template import Prompt
 from motet.runtime.engine_loop import Command, Deliver, EngineLoop
 from motet.runtime.request import FinishReason, Request
 
@@ -57,7 +58,7 @@ class EngineThread:
         atexit.register(self._stop_at_exit)
         self._thread.start()
 
-    def add(self, request: Request, prompt: str | list[int]) -> None:
+    def add(self, request: Request, prompt: Prompt) -> None:
         """Takes a request in. Raises EngineClosed or EngineDead if none is accepted any more."""
         with self._gate:
             if self._stop_at is not None:

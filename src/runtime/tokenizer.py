@@ -47,8 +47,8 @@ class Tokenizer:
         """Tokens of byte fallback, `<0x00>` to `<0xFF>`. The decoder turns a whole run of them into text
         at once: characters if all of the run is valid UTF-8, else U+FFFD for every byte."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids, with those that the model wants around every prompt (BOS, say).
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids, with those that the model wants around every prompt (BOS, say) if `add_special_tokens`.
 
         Special tokens written in the text become their ids. Long texts do not hold the GIL. Raises
         `InvalidRequest` for a text that is not Unicode.
@@ -61,7 +61,7 @@ class Tokenizer:
                 "decode its bytes with errors='replace', or pass token ids"
             ) from None
         # `Tokenizer.encode` would hold the GIL: 0.2 s for 256k characters, and no event loop runs meanwhile.
-        ids: list[int] = self._backend.encode_batch_fast([text])[0].ids
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:

@@ -17,6 +17,7 @@ from motet.config import EngineConfig
 from motet.errors import EngineClosed, InvalidRequest
 from motet.params import SamplingParams
 from motet.sdk.arguments import check_name, check_seconds
+from motet.sdk.conversation import Message, Tool, as_chat
 from motet.sdk.loops import wait_for
 from motet.sdk.outputs import Completion
 from motet.sdk.session import Session
@@ -140,6 +141,42 @@ class AsyncEngine:
         session, _ = self._running()
         return session.begin(
             prompt,
+            params,
+            adapter=adapter,
+            tenant=tenant,
+            priority=priority,
+            deadline=deadline,
+            request_id=request_id,
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Tool] | None = None,
+        adapter: str | None = None,
+        tenant: str = "default",
+        priority: int = 0,
+        deadline: float | None = None,
+        request_id: str | None = None,
+    ) -> TokenStream:
+        """Starts the assistant's answer to a conversation, written as the model's own chat template has it.
+
+        `messages` and `tools` are of the OpenAI chat shape: `{"role": "user", "content": "Hello"}`; content is
+        text or a list of text parts; `tool_calls`, the role "tool" and `tools` go to the template, and what it
+        makes of them is the model's affair. The other arguments and errors are those of `stream`. Raises
+        InvalidRequest, too, for messages of another shape and for a model without a chat template; what the
+        template itself refuses or fails at is raised by the first `__anext__` (InvalidRequest, RequestFailed).
+        """
+        session, runtime = self._running()
+        conversation = as_chat(messages, tools)
+        if runtime.chat_template is None:
+            raise InvalidRequest(
+                "the model has no chat template: write the prompt as the model expects it, and pass it to `stream`"
+            )
+        return session.begin(
+            conversation,
             params,
             adapter=adapter,
             tenant=tenant,

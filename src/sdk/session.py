@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from motet.config import EngineConfig
 from motet.errors import EngineClosed, QueueFull
 from motet.params import SamplingParams
+from motet.runtime.chat_template import Chat, Prompt
 from motet.sdk.arguments import as_ids, check_arguments, check_prompt_type
 from motet.sdk.delivery import Delivery
 from motet.sdk.loops import current_loop
@@ -59,7 +60,7 @@ class Session:
 
     def begin(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Chat,
         params: SamplingParams | None,
         *,
         adapter: str | None,
@@ -68,12 +69,12 @@ class Session:
         deadline: float | None,
         request_id: str | None,
     ) -> TokenStream:
-        """Starts a request; arguments and errors are those of `AsyncEngine.stream`."""
+        """Starts a request; arguments and errors are those of `AsyncEngine.stream` and `chat`."""
         runtime = self.serving.runtime
         params = SamplingParams() if params is None else params
         check_arguments(params, adapter, tenant, priority, deadline, request_id)
-        check_prompt_type(prompt)
-        if not isinstance(prompt, str):
+        if not isinstance(prompt, (str, Chat)):
+            check_prompt_type(prompt)
             runtime.intake.check_length(len(prompt), params)  # before work that a huge one would make long
             prompt = as_ids(prompt)
             runtime.intake.check_ids(prompt, "the prompt")
@@ -106,7 +107,7 @@ class Session:
                 retry_after=retry_after,
             )
 
-    def _open(self, name: str, request: Request, prompt: str | list[int]) -> TokenStream:
+    def _open(self, name: str, request: Request, prompt: Prompt) -> TokenStream:
         """Begins a request. Raises InvalidRequest if the name is that of a live one, EngineClosed, EngineDead."""
         loop = current_loop()
         request_id, thread = request.request_id, self.thread

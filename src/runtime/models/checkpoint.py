@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from motet.runtime.chat_template import ChatTemplate
 from motet.runtime.tokenizer import TokenizerSource
 
 
@@ -45,3 +46,5 @@ class Checkpoint(Protocol):
     """The `StoredTensor.dtype`s that can be read."""
 
     def tokenizer(self) -> TokenizerSource: ...
+
+    def chat_template(self) -> ChatTemplate | None: ...

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from motet.errors import CorruptCheckpoint, UnsupportedModel
+from motet.runtime.chat_template import ChatTemplate
 from motet.runtime.models.checkpoint import StoredTensor
 from motet.runtime.models.gguf_config import hf_config
 from motet.runtime.models.gguf_reader import MappedGGUFReader
@@ -69,6 +70,9 @@ class GGUFFile:
 
     def tokenizer(self) -> TokenizerSource:
         return TokenizerSource.from_gguf(self.metadata)
+
+    def chat_template(self) -> ChatTemplate | None:
+        return ChatTemplate.from_gguf(self.metadata)
 
     def _restore(self, name: str) -> Callable[[Tensor], Tensor] | None:
         """What undoes the permutation of llama's q and k, done where llama.cpp rotates neighbours."""

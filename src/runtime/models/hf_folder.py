@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from motet.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
+from motet.runtime.chat_template import ChatTemplate
 from motet.runtime.models.checkpoint import StoredTensor
 from motet.runtime.tokenizer import TokenizerSource
 
@@ -27,14 +28,14 @@ class HFFolder:
                 "the folder has no config.json; a Hugging Face model folder or a .gguf file is expected"
             )
         self.config: Mapping[str, Any] = _read_object(path / "config.json")
-        generation_config = path / "generation_config.json"
-        self.generation_config: Mapping[str, Any] = (
-            _read_object(generation_config) if generation_config.is_file() else {}
-        )
+        self.generation_config: Mapping[str, Any] = _read_optional(path / "generation_config.json")
         self.tensors: Mapping[str, StoredTensor] = dict(_open_shards(path))
 
     def tokenizer(self) -> TokenizerSource:
         return TokenizerSource.from_folder(self._path)
+
+    def chat_template(self) -> ChatTemplate | None:
+        return ChatTemplate.from_folder(self._path, _read_optional(self._path / "tokenizer_config.json"))
 
 
 def _open_shards(path: Path) -> Iterator[tuple[str, StoredTensor]]:
@@ -74,6 +75,11 @@ def _open_safetensors(path: Path) -> Iterator[tuple[str, StoredTensor]]:
 def _stored(dtype: str, tensor: torch.Tensor) -> StoredTensor:
     raw = tensor.reshape(-1).view(torch.uint8).numpy()
     return StoredTensor(dtype, tuple(tensor.shape), raw, read=lambda: tensor)
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file."""
+    return _read_object(path) if path.is_file() else {}
 
 
 def _read_object(path: Path) -> dict[str, Any]:

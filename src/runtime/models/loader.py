@@ -12,6 +12,7 @@ from pathlib import Path
 
 from motet.errors import CorruptCheckpoint, ModelError, ModelNotFound, UnsupportedModel
 from motet.kernels.ops import Ops
+from motet.runtime.chat_template import ChatTemplate
 from motet.runtime.models.base import CausalLM, Weight
 from motet.runtime.models.checkpoint import Checkpoint, StoredTensor
 from motet.runtime.models.generation_defaults import (
@@ -38,6 +39,7 @@ class LoadedModel:
     num_parameters: int
     """Numbers in all weights."""
     tokenizer: TokenizerSource
+    chat_template: ChatTemplate | None
     eos_token_ids: tuple[int, ...]
     generation_defaults: GenerationDefaults
     digest: bytes
@@ -55,7 +57,7 @@ def load_model(path: str | os.PathLike[str], ops: Ops) -> LoadedModel:
     try:
         checkpoint: Checkpoint = GGUFFile(place) if place.is_file() else HFFolder(place)
         model = _build_model(checkpoint, ops)
-        tokenizer = checkpoint.tokenizer()
+        tokenizer, chat_template = checkpoint.tokenizer(), checkpoint.chat_template()
         eos_token_ids = read_eos_token_ids(checkpoint.generation_config, checkpoint.config)
         if outside := [i for i in eos_token_ids if not 0 <= i < model.vocab_size]:
             raise CorruptCheckpoint(
@@ -67,7 +69,14 @@ def load_model(path: str | os.PathLike[str], ops: Ops) -> LoadedModel:
         model.finish_loading()  # only now that nobody holds views of what packing frees
         architecture = checkpoint.config["architectures"][0]
         return LoadedModel(
-            model, architecture, num_parameters, tokenizer, eos_token_ids, generation_defaults, digest
+            model,
+            architecture,
+            num_parameters,
+            tokenizer,
+            chat_template,
+            eos_token_ids,
+            generation_defaults,
+            digest,
         )
     except ModelError as error:
         raise type(error)(f"{place}: {error}") from error
