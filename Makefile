@@ -24,6 +24,7 @@ examples: $(READY)
 	$(BIN)/python examples/stream.py
 	$(BIN)/python examples/many_tenants.py
 	$(BIN)/python examples/trio_app.py
+	$(BIN)/python examples/own_model_plugin/run.py
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.compare

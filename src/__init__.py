@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # `as` makes each a public name for type checkers
     from motet.lora.pool import AdapterInfo as AdapterInfo
     from motet.params import SamplingParams as SamplingParams
     from motet.runtime.model_info import ModelInfo as ModelInfo
+    from motet.runtime.models.plugins import register_model as register_model
     from motet.runtime.statistics import EngineStats as EngineStats
     from motet.sdk.engine import AsyncEngine as AsyncEngine
     from motet.sdk.outputs import Completion as Completion
@@ -68,6 +69,7 @@ _HOMES = {
     "motet.params": ["SamplingParams"],
     "motet.sdk.engine": ["AsyncEngine"],
     "motet.runtime.model_info": ["ModelInfo"],
+    "motet.runtime.models.plugins": ["register_model"],
     "motet.runtime.statistics": ["EngineStats"],
     "motet.sdk.outputs": ["Completion", "CompletionOutput", "Token", "Usage"],
     "motet.sdk.stream": ["TokenStream"],

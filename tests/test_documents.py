@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+EXAMPLES = [*sorted(path.name for path in (ROOT / "examples").glob("*.py")), "own_model_plugin/run.py"]
 RUN_BY_HAND = {
     "demo.py": "`make demo`",
     "train_adapters.py": "minutes of training",

@@ -43,6 +43,7 @@ NAMES = [
     "UnsupportedAdapter",
     "UnsupportedModel",
     "Usage",
+    "register_model",
 ]
 
 SIGNATURES = {
@@ -61,6 +62,7 @@ SIGNATURES = {
     AsyncEngine.abort: "(self, request_id)",
     AsyncEngine.stats: "(self)",
     AsyncEngine.model_info: "(self)",
+    motet.register_model: "(architecture, cls)",
     TokenStream.result: "(self)",
     TokenStream.cancel: "(self)",
     TokenStream.aclose: "(self)",

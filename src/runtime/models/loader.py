@@ -22,6 +22,7 @@ from motet.runtime.models.generation_defaults import (
 )
 from motet.runtime.models.gguf_file import GGUFFile
 from motet.runtime.models.hf_folder import HFFolder
+from motet.runtime.models.plugins import check_model
 from motet.runtime.models.registry import find_model_class
 from motet.runtime.tokenizer import TokenizerSource
 
@@ -113,11 +114,13 @@ def _build_model(checkpoint: Checkpoint, ops: Ops) -> CausalLM:
     if isinstance(layers, int) and layers > held:
         raise CorruptCheckpoint(f"the config asks for {layers} layers, but the files hold {held} tensors")
     try:
-        return model_class.from_config(checkpoint.config, ops)
+        model = model_class.from_config(checkpoint.config, ops)
     except RuntimeError as error:  # torch has no narrower one for the CPU
         raise UnsupportedModel(
             f"the model that the config describes needs too much memory ({error})"
         ) from error
+    check_model(model)
+    return model
 
 
 def _load_weights(model: CausalLM, checkpoint: Checkpoint) -> bytes:

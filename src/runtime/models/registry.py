@@ -9,6 +9,7 @@ from typing import Any
 from motet.errors import UnsupportedModel
 from motet.runtime.models.base import CausalLM
 from motet.runtime.models.decoder import Decoder
+from motet.runtime.models.plugins import find_plugin, plugin_names
 
 MODELS: Mapping[str, type[CausalLM]] = MappingProxyType(
     {
@@ -19,11 +20,14 @@ MODELS: Mapping[str, type[CausalLM]] = MappingProxyType(
 
 
 def find_model_class(config: Mapping[str, Any]) -> type[CausalLM]:
-    """The class for the config's first architecture. Raises `UnsupportedModel`, listing what is supported."""
+    """The class for the config's first architecture: motet's own or a plug-in's.
+
+    Raises `UnsupportedModel`, listing what is supported; `ModelError` for a plug-in at fault.
+    """
     architectures = config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
-    if not isinstance(name, str) or name not in MODELS:
-        raise UnsupportedModel(
-            f"config: architectures is {architectures!r}; supported are {', '.join(sorted(MODELS))}"
-        )
-    return MODELS[name]
+    found = find_plugin(name, MODELS.get(name)) if isinstance(name, str) else None
+    if found is None:
+        supported = ", ".join(sorted({*MODELS, *plugin_names()}))
+        raise UnsupportedModel(f"config: architectures is {architectures!r}; supported are {supported}")
+    return found

@@ -1,0 +1,1 @@
+raise RuntimeError("this plug-in was made for another motet")
