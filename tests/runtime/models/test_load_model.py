@@ -304,8 +304,10 @@ def test_case_29_without_a_generation_config_the_model_is_greedy_and_ends_by_its
 
 
 def test_a_place_where_nothing_is_says_what_is_expected(tmp_path: Path) -> None:
-    for place in (tmp_path / "nowhere", "HuggingFaceTB/SmolLM2-135M-Instruct"):
-        with pytest.raises(ModelNotFound, match=r"folder or a \.gguf file is expected"):
+    for place in (tmp_path / "nowhere", "nowhere", "./no/such", "models/no-such.gguf"):
+        with pytest.raises(
+            ModelNotFound, match=r"folder, a \.gguf file or a hub id \(owner/name\) is expected"
+        ):
             load_model(place, float32_ops())
     with pytest.raises(ModelNotFound, match=r"no config\.json"):
         load(tmp_path)
