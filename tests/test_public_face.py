@@ -56,6 +56,8 @@ SIGNATURES = {
     "deadline=None, request_id=None)",
     AsyncEngine.generate: "(self, prompt, params=None, *, adapter=None, tenant='default', priority=0, deadline=None, "
     "request_id=None)",
+    AsyncEngine.generate_batch: "(self, prompts, params=None, *, progress=False, adapter=None, tenant='default', "
+    "priority=0, deadline=None, request_id=None)",
     AsyncEngine.load_adapter: "(self, name, source, *, pin=False, replace=False)",
     AsyncEngine.unload_adapter: "(self, name, *, in_flight='finish')",
     AsyncEngine.adapters: "(self)",

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Literal
 import anyio.to_thread
 
 from motet.config import EngineConfig
-from motet.errors import EngineClosed, InvalidRequest
+from motet.errors import EngineClosed, InvalidRequest, MotetError
 from motet.params import SamplingParams
 from motet.sdk.arguments import check_name, check_seconds
+from motet.sdk.batch import run_batch
 from motet.sdk.conversation import Message, Tool, as_chat
 from motet.sdk.loops import wait_for
 from motet.sdk.outputs import Completion
@@ -209,6 +210,42 @@ class AsyncEngine:
         )
         async with stream:
             return await stream.result()
+
+    async def generate_batch(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        progress: bool = False,
+        adapter: str | Sequence[str | None] | None = None,
+        tenant: str = "default",
+        priority: int = 0,
+        deadline: float | None = None,
+        request_id: str | None = None,
+    ) -> list[Completion | MotetError]:
+        """The results of any number of prompts, in their order; only as many are live at once as keep the engine busy.
+
+        `params` and `adapter`: one for all, or one per prompt. A prompt that fails is an error in its place:
+        whatever `stream` or its tokens raise. A full queue is waited for. `deadline`: seconds from now, for all.
+        `request_id`: the requests are named `{request_id}-0`, `{request_id}-1`, ... `progress` shows a bar on
+        stderr (needs the package rich). Cancelled, it aborts all.
+
+        Raises InvalidRequest for prompts that are no list, and for lists of different lengths; EngineClosed
+        and EngineDead at the call, but later in the places of what is left.
+        """
+        self._running()
+        return await run_batch(
+            self.stream,
+            self._config,
+            prompts,
+            params,
+            progress=progress,
+            adapter=adapter,
+            tenant=tenant,
+            priority=priority,
+            deadline=deadline,
+            request_id=request_id,
+        )
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request in whatever state it is; its stream raises RequestAborted. False if none is live."""

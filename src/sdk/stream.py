@@ -45,6 +45,7 @@ class TokenStream:
         self._end: StreamEnd | None = None
         self._cancelled = False
         self._arrival: anyio.Event | None = None
+        self._waits_for_end = False
 
     # -- the user's side ---------------------------------------------------------------------------------
 
@@ -69,7 +70,10 @@ class TokenStream:
 
         Raises what `__anext__` raises.
         """
-        async for _ in self:
+        while self._end is None and not self._is_aborted:
+            await self._wait(for_end=True)
+        self._next = len(self._tokens)
+        async for _ in self:  # raises what ended it
             pass
         assert self._end is not None, "the iteration ended"
         tokens = self._tokens
@@ -115,8 +119,8 @@ class TokenStream:
     def _is_aborted(self) -> bool:
         return self._cancelled or (self._end is not None and isinstance(self._end.error, RequestAborted))
 
-    async def _wait(self) -> None:
-        """Waits until something has arrived. A cancelled wait aborts the request."""
+    async def _wait(self, *, for_end: bool = False) -> None:
+        """Waits until something has arrived, or the end has. A cancelled wait aborts the request."""
         if self._arrival is not None:
             raise RuntimeError(
                 f"another task is already waiting for the next token of request {self.request_id}"
@@ -125,7 +129,7 @@ class TokenStream:
             raise RuntimeError(
                 f"request {self.request_id} belongs to another event loop: iterate it where it was made"
             )
-        self._arrival = anyio.Event()
+        self._arrival, self._waits_for_end = anyio.Event(), for_end
         try:
             await self._arrival.wait()
         except BaseException:
@@ -141,7 +145,7 @@ class TokenStream:
         self._tokens += tokens
         if end is not None:
             self._end = end
-        if self._arrival is not None:
+        if self._arrival is not None and (end is not None or not self._waits_for_end):
             self._arrival.set()
 
 
