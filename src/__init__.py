@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # `as` makes each a public name for type checkers
     from motet.runtime.models.plugins import register_model as register_model
     from motet.runtime.statistics import EngineStats as EngineStats
     from motet.sdk.engine import AsyncEngine as AsyncEngine
+    from motet.sdk.hooks import AdmittedRequest as AdmittedRequest
+    from motet.sdk.hooks import FinishedRequest as FinishedRequest
     from motet.sdk.outputs import Completion as Completion
     from motet.sdk.outputs import CompletionOutput as CompletionOutput
     from motet.sdk.outputs import Token as Token
@@ -68,6 +70,7 @@ _HOMES = {
     "motet.lora.pool": ["AdapterInfo"],
     "motet.params": ["SamplingParams"],
     "motet.sdk.engine": ["AsyncEngine"],
+    "motet.sdk.hooks": ["AdmittedRequest", "FinishedRequest"],
     "motet.runtime.model_info": ["ModelInfo"],
     "motet.runtime.models.plugins": ["register_model"],
     "motet.runtime.statistics": ["EngineStats"],

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 MiB = 1 << 20
+
+
+def _encodable(text: str) -> str:
+    text.encode()  # a lone surrogate is no character: its UnicodeEncodeError is a ValueError that says so
+    return text
+
+
+Name = Annotated[str, Field(min_length=1), AfterValidator(_encodable)]
 
 
 class EngineConfig(BaseModel):
     """How an engine runs. Frozen; an unknown key is an error (`pydantic.ValidationError`)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, defer_build=True)
+
+    name: Name | None = None
+    """The label `engine` of its metrics. None: `engine-1`, or the first such name that no other has."""
 
     device: Literal["auto", "cpu"] = "auto"
     """Where the model computes. "auto" is the best device that motet has a backend for: the CPU today."""
@@ -52,6 +63,9 @@ class EngineConfig(BaseModel):
 
     adapter_bytes: int = Field(default=512 * MiB, ge=0, le=1 << 60)
     """Memory for adapter weights on the device. Taken from the system only as adapters fill it."""
+
+    max_metric_adapters: int = Field(default=100, ge=0)
+    """Adapters, and tenants, with metrics of their own: those that come first; the rest share "other"."""
 
     seed: int = Field(default=0, ge=0, lt=1 << 64)
     """Where the seeds of sampled requests without a `seed` of their own come from, in order of arrival."""

@@ -19,6 +19,7 @@ NAMES = [
     "AdapterInfo",
     "AdapterLoadError",
     "AdapterNotFound",
+    "AdmittedRequest",
     "AsyncEngine",
     "Completion",
     "CompletionOutput",
@@ -28,6 +29,7 @@ NAMES = [
     "EngineConfig",
     "EngineDead",
     "EngineStats",
+    "FinishedRequest",
     "InvalidRequest",
     "ModelError",
     "ModelInfo",
@@ -47,7 +49,7 @@ NAMES = [
 ]
 
 SIGNATURES = {
-    AsyncEngine: "(model, config=None)",
+    AsyncEngine: "(model, config=None, *, registry=None, on_admit=None, on_finish=None, tracing=False)",
     AsyncEngine.start: "(self)",
     AsyncEngine.aclose: "(self, *, drain=0.0)",
     AsyncEngine.stream: "(self, prompt, params=None, *, adapter=None, tenant='default', priority=0, deadline=None, "
@@ -63,6 +65,7 @@ SIGNATURES = {
     AsyncEngine.adapters: "(self)",
     AsyncEngine.abort: "(self, request_id)",
     AsyncEngine.stats: "(self)",
+    AsyncEngine.metrics_app: "(self)",
     AsyncEngine.model_info: "(self)",
     motet.register_model: "(architecture, cls)",
     TokenStream.result: "(self)",
@@ -87,6 +90,7 @@ DEFAULTS = {
         "logprobs": None,
     },
     EngineConfig: {
+        "name": None,
         "device": "auto",
         "dtype": "auto",
         "threads": None,
@@ -99,6 +103,7 @@ DEFAULTS = {
         "policy": "priority",
         "max_waiting": None,
         "adapter_bytes": 512 << 20,
+        "max_metric_adapters": 100,
         "seed": 0,
     },
 }
@@ -226,6 +231,7 @@ def test_importing_the_engine_loads_no_torch():
         "jinja2",
         "rich",
         "prometheus_client",
+        "opentelemetry",
     ]
     assert (
         run(

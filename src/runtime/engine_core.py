@@ -34,6 +34,8 @@ class EngineCore:
         self._runner = runner
         self._depth = depth
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+        self.last_plan: SchedulerOutput | None = None
+        """The one whose result was taken in last."""
 
     @property
     def has_work(self) -> bool:
@@ -45,6 +47,7 @@ class EngineCore:
             self._in_flight.append((plan, self._runner.submit(plan)))
         assert self._in_flight, "there is work, but no request can advance"
         plan, handle = self._in_flight.popleft()
+        self.last_plan = plan
         return self.scheduler.update(plan, handle.result())
 
     def abandon(self, reason: FinishReason, error: Callable[[], MotetError]) -> list[Delta]:

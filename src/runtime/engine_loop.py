@@ -13,8 +13,9 @@ from motet.errors import DeadlineExceeded, MotetError, RequestFailed
 from motet.runtime.build import build_runtime
 from motet.runtime.chat_template import Chat, Prompt
 from motet.runtime.detokenizer import Detokenizer
+from motet.runtime.meter import Meter
 from motet.runtime.request import Delta, FinishReason, Request
-from motet.runtime.statistics import StatisticsKeeper
+from motet.runtime.statistics import EngineStats, StatisticsKeeper
 from motet.runtime.tokenizer_thread import TokenizerThread
 
 Deliver = Callable[[Sequence[Delta]], None]
@@ -29,6 +30,7 @@ class EngineLoop:
 
     `deliver` takes what each step added to the streams; it must not block or raise. `post` brings a command
     back to this loop from the tokenizer's thread; it raises a MotetError if the loop takes none any more.
+    `meter` is where it counts what it does.
     Loads the model at once: raises the model errors.
     """
 
@@ -38,8 +40,10 @@ class EngineLoop:
         config: EngineConfig,
         deliver: Deliver,
         post: Callable[[Command], None],
+        meter: Meter,
     ) -> None:
         self._deliver = deliver
+        self._meter = meter
         self._post = post
         this = weakref.proxy(self)  # no cycle: the weights go when the loop goes
         self.runtime = build_runtime(model, config, lambda request: this._release(request))
@@ -49,8 +53,12 @@ class EngineLoop:
             self.runtime.tokenizer.build(), self.runtime.chat_template, self._post_prompt
         )
         self._keeper = StatisticsKeeper(self._core.scheduler, self.runtime.model_info.backend)
-        self.statistics = self._keeper.snapshot()
+        meter.statistics = self._keeper.snapshot()
+
+    @property
+    def statistics(self) -> EngineStats:
         """A snapshot, replaced in each turn. May be read on any thread."""
+        return self._meter.statistics
 
     @property
     def has_work(self) -> bool:
@@ -70,14 +78,15 @@ class EngineLoop:
         for request_id in self._core.scheduler.expired(time.monotonic()):
             error = DeadlineExceeded("the request's deadline passed before it was done")
             self.finish(request_id, FinishReason.TIMEOUT, error)
-        deltas = self._core.step() if self.has_work else []
+        deltas = self._step() if self.has_work else []
         self._keeper.count(deltas)
-        self.statistics = self._keeper.snapshot()  # before anyone hears of the step
-        self._deliver(deltas)
+        self._meter.statistics = self._keeper.snapshot()  # before anyone hears of the step
+        self._tell(deltas)
 
     def add(self, request: Request, prompt: Prompt) -> None:
         """Takes a request in. Another thread tokenises what is not token ids; the request is blocked meanwhile."""
         self._keeper.enter(request)
+        self._meter.enter(request)
         request.prerequisites.add(PROMPT)
         self._core.scheduler.add(request)
         if isinstance(prompt, (str, Chat)):
@@ -89,7 +98,7 @@ class EngineLoop:
         """Ends a request in whatever state it is. False if there is no such request any more."""
         delta = self._core.scheduler.finish(request_id, reason, error)
         if delta is not None:
-            self._deliver([delta])
+            self._tell([delta])
         return delta is not None
 
     def live_requests(self) -> list[Request]:
@@ -97,8 +106,22 @@ class EngineLoop:
 
     def end(self, reason: FinishReason, error: Callable[[], MotetError]) -> None:
         """Ends every request, with an error of its own each. The loop is of no use afterwards."""
-        self._deliver(self._core.abandon(reason, error))
+        deltas = self._core.abandon(reason, error)
+        self._meter.statistics = self._keeper.snapshot()
+        self._tell(deltas)
         self._texts.close()
+
+    def _step(self) -> list[Delta]:
+        start = time.monotonic()
+        deltas = self._core.step()
+        plan = self._core.last_plan
+        assert plan is not None
+        self._meter.step(plan, time.monotonic() - start)
+        return deltas
+
+    def _tell(self, deltas: Sequence[Delta]) -> None:
+        self._meter.count(deltas)
+        self._deliver(deltas)
 
     def _post_prompt(self, request: Request, prompt: list[int] | BaseException) -> None:
         """On the tokenizer's thread."""

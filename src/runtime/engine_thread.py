@@ -18,6 +18,7 @@ from motet.config import EngineConfig
 from motet.errors import EngineClosed, EngineDead, MotetError, RequestAborted
 from motet.runtime.chat_template import Prompt
 from motet.runtime.engine_loop import Command, Deliver, EngineLoop
+from motet.runtime.meter import Meter
 from motet.runtime.request import FinishReason, Request
 
 logger = logging.getLogger("motet")
@@ -41,6 +42,8 @@ class EngineThread:
         """Done when every request has ended and the model is let go."""
         self.loop: EngineLoop | None = None
         """While it serves. Other threads use nothing of it but `runtime` and `statistics`."""
+        self.meter = Meter(config.max_metric_adapters)
+        """What it has done. Stays when it has ended."""
         self._model = model
         self._config = config
         self._deliver = deliver
@@ -120,7 +123,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            self.loop = EngineLoop(self._model, self._config, self._deliver, self._post)
+            self.loop = EngineLoop(self._model, self._config, self._deliver, self._post, self.meter)
         except BaseException as exc:
             traceback.clear_frames(exc.__traceback__)  # whoever keeps the error must not keep the weights
             self._refuse(lambda: EngineClosed("the engine did not start; `await engine.start()` tries again"))

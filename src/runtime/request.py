@@ -112,6 +112,15 @@ class Request:
         self.timeline.append((self.status.value, self.clock()))
 
     @property
+    def arrival_time(self) -> float:
+        return self.timeline[0][1]
+
+    @property
+    def first_run_time(self) -> float | None:
+        """When it was first admitted; None if it never was."""
+        return next((when for state, when in self.timeline if state == RequestStatus.RUNNING.value), None)
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

@@ -14,6 +14,7 @@ from motet.sdk.stream import StreamEnd, TokenStream
 
 if TYPE_CHECKING:
     from motet.runtime.request import Delta, Request
+    from motet.sdk.hooks import RequestReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class _Address:
     """The user's id of the request."""
     loop: Loop
     stream: weakref.ref[TokenStream]
+    report: RequestReport | None
+    """For the application's hooks; None if there are none."""
 
 
 @dataclass(slots=True)
@@ -48,14 +51,14 @@ class Delivery:
         self.ids: dict[str, int] = {}
         """The engine's own number of each live request, by the user's id."""
 
-    def attach(self, request_id: int, loop: Loop, stream: TokenStream) -> None:
+    def attach(self, request_id: int, loop: Loop, stream: TokenStream, report: RequestReport | None) -> None:
         """Raises InvalidRequest if the stream's own id is that of a live request."""
         name = stream.request_id
         if self.ids.setdefault(name, request_id) != request_id:
             raise InvalidRequest(
                 f"request_id {name!r} is still live: choose another, or wait until that one ends"
             )
-        self._addresses[request_id] = _Address(name, loop, weakref.ref(stream))
+        self._addresses[request_id] = _Address(name, loop, weakref.ref(stream), report)
 
     def detach(self, request_id: int) -> None:
         """The request has ended: its name is free again."""
@@ -79,6 +82,8 @@ class Delivery:
                 parcel.tokens.append(_token(delta, is_last))
             if is_last:
                 parcel.end = _end(request)
+                if address.report is not None:
+                    address.report.finish(parcel.end)
                 self.detach(request.request_id)
         for loop, parcels in by_loop.items():
             try:
@@ -112,8 +117,7 @@ def _token(delta: Delta, is_last: bool) -> Token:
 
 def _end(request: Request) -> StreamEnd:
     assert request.finish_reason is not None
-    arrival = request.timeline[0][1]
-    first_run = next((when for state, when in request.timeline if state == "running"), None)
+    arrival, first_run = request.arrival_time, request.first_run_time
     usage = Usage(
         prompt_tokens=request.num_prompt_tokens,
         cached_tokens=request.num_cached_tokens,

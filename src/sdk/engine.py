@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from types import TracebackType
@@ -19,6 +19,7 @@ from motet.params import SamplingParams
 from motet.sdk.arguments import check_name, check_seconds
 from motet.sdk.batch import run_batch
 from motet.sdk.conversation import Message, Tool, as_chat
+from motet.sdk.hooks import AdmittedRequest, FinishedRequest, make_listeners
 from motet.sdk.loops import wait_for
 from motet.sdk.outputs import Completion
 from motet.sdk.session import Session
@@ -29,6 +30,8 @@ if TYPE_CHECKING:  # torch is behind these, or they are not needed before an eng
     from motet.runtime.build import Runtime
     from motet.runtime.model_info import ModelInfo
     from motet.runtime.statistics import EngineStats
+    from motet.sdk.metrics import ASGIApp, CollectorRegistry, EngineCollector
+    from motet.sdk.tracing import TracerProvider
 
 
 class AsyncEngine:
@@ -45,11 +48,31 @@ class AsyncEngine:
 
     Works under asyncio and trio, on several event loops at once or in turn; several engines live in one
     process. It computes on a thread of its own and starts no process.
+
+    `registry`: where its metrics stand while it runs, under the label `engine`; None is prometheus-client's own.
+    `on_admit` and `on_finish` are told of every request that is taken in, and once of its end whatever that is
+    (stop, length, abort, deadline, error, the engine's close or death). They are called one after another on a
+    thread of their own, where they may block and hold up no stream; what they raise is logged. `aclose` waits
+    until the last has returned. `tracing`: whether each request makes an OpenTelemetry span (extra `otel`), in
+    the application's global TracerProvider or the one that is given.
+
+    Raises InvalidRequest for arguments of a wrong kind, or tracing without its package.
     """
 
-    def __init__(self, model: str | os.PathLike[str], config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        config: EngineConfig | None = None,
+        *,
+        registry: CollectorRegistry | None = None,
+        on_admit: Callable[[AdmittedRequest], object] | None = None,
+        on_finish: Callable[[FinishedRequest], object] | None = None,
+        tracing: bool | TracerProvider = False,
+    ) -> None:
         self._model = model
         self._config = config or EngineConfig()
+        self._registry = registry
+        self._listeners = make_listeners(model, on_admit, on_finish, tracing)
         self._gate = threading.Lock()
         self._session: Session | None = None
 
@@ -59,22 +82,25 @@ class AsyncEngine:
         """Loads the model and begins to serve. Does nothing if it serves already.
 
         Raises ModelNotFound, UnsupportedModel, CorruptCheckpoint, or ModelError if the model cannot run with
-        this config. Cancelled, it leaves the engine closed unless others wait for it, too. A closed or dead
-        engine starts empty: without adapters and with a cold cache.
+        this config, InvalidRequest if an engine of its name runs on the same registry. Cancelled, it leaves the
+        engine closed unless others wait for it, too. A closed or dead engine starts empty: without adapters, with
+        a cold cache and with all its metrics at zero.
         """
         serving = self._session
         if serving is not None and serving.is_serving:
             return
-        await anyio.to_thread.run_sync(import_module, "motet.runtime.engine_thread")  # torch: seconds
+        collector = await anyio.to_thread.run_sync(self._load_libraries)
         ending = self._session
         if ending is not None and ending.is_here and ending.thread.is_stopping:
             await wait_for(ending.thread.ended)
         with self._gate:
             session = self._session
             if session is None or not session.is_here or session.thread.refusal is not None:
-                self._session = session = Session(self._model, self._config)
-                session.finalizer = weakref.finalize(self, session.thread.stop)  # for one dropped unclosed
-                session.thread.start()
+                if session is not None:
+                    session.withdraw()
+                self._session = session = Session(self._model, self._config, collector, self._listeners)
+                session.finalizer = weakref.finalize(self, session.stop)  # for one dropped unclosed
+                session.start()
             session.num_starters += 1
         try:
             await wait_for(session.thread.started)
@@ -82,15 +108,23 @@ class AsyncEngine:
             with self._gate:
                 session.num_starters -= 1
                 if session.num_starters == 0:
-                    session.thread.stop()
+                    session.stop()
             raise
         if session.thread.is_stopping:
             raise EngineClosed("the engine was closed while it started")
 
+    def _load_libraries(self) -> EngineCollector:
+        """What takes seconds to import, torch above all."""
+        import_module("motet.runtime.engine_thread")
+        from motet.sdk.metrics import collector_of
+
+        return collector_of(self._registry)
+
     async def aclose(self, *, drain: float | None = 0.0) -> None:
         """Refuses new requests at once, gives live ones `drain` seconds to end (None: without limit), and closes.
 
-        What is left then raises EngineClosed. Cancelled, it stops draining. Does nothing on a closed engine.
+        What is left then raises EngineClosed; the hooks have been told of every end, and the metrics are gone.
+        Cancelled, it stops draining. Does nothing on a closed engine.
         """
         if drain is not None:
             check_seconds(drain, "drain", least=0.0)
@@ -100,6 +134,9 @@ class AsyncEngine:
         session.thread.stop(drain)
         try:
             await wait_for(session.thread.ended)
+            session.withdraw()
+            if session.hooks is not None:
+                await wait_for(session.hooks.ended)
         except BaseException:
             session.thread.stop()
             raise
@@ -305,6 +342,15 @@ class AsyncEngine:
     def model_info(self) -> ModelInfo:
         """What model this is, and how it is run."""
         return self._running()[1].model_info
+
+    def metrics_app(self) -> ASGIApp:
+        """An ASGI app that answers every path with the metrics of this engine's registry, in the format asked for.
+
+        Mount it at `/metrics`, or run it by itself. It may be made before `start` and kept after `aclose`.
+        """
+        from motet.sdk.metrics import metrics_app
+
+        return metrics_app(self._registry)
 
     def _running(self) -> tuple[Session, Runtime]:
         """The session that serves, and its runtime. Raises EngineClosed or EngineDead."""

@@ -13,6 +13,7 @@ from motet.params import SamplingParams
 from motet.runtime.chat_template import Chat, Prompt
 from motet.sdk.arguments import as_ids, check_arguments, check_prompt_type
 from motet.sdk.delivery import Delivery
+from motet.sdk.hooks import HookThread
 from motet.sdk.loops import current_loop
 from motet.sdk.stream import TokenStream
 
@@ -21,12 +22,21 @@ if TYPE_CHECKING:  # torch is behind these, or they are not needed before an eng
     from motet.runtime.engine_thread import EngineThread
     from motet.runtime.request import Request
     from motet.sdk.engine import AsyncEngine
+    from motet.sdk.hooks import Listeners, RequestReport
+    from motet.sdk.metrics import EngineCollector
 
 
 class Session:
     """One life of an engine, from start to close: its thread, and the streams of its live requests."""
 
-    def __init__(self, model: str | os.PathLike[str], config: EngineConfig) -> None:
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        config: EngineConfig,
+        collector: EngineCollector,
+        listeners: Listeners | None,
+    ) -> None:
+        """Raises InvalidRequest if another engine of its name lives on the same metrics registry."""
         from motet.runtime.engine_thread import EngineThread
 
         self._config = config
@@ -36,6 +46,25 @@ class Session:
         self.finalizer: weakref.finalize[..., AsyncEngine]
         self.delivery = Delivery(self._cancel)
         self.thread: EngineThread = EngineThread(model, config, self.delivery.deliver)
+        self._collector = collector
+        name = collector.add(config.name, self.thread)
+        self.hooks = HookThread(name, listeners) if listeners is not None else None
+
+    def start(self) -> None:
+        hooks = self.hooks
+        if hooks is not None:
+            hooks.start()
+            self.thread.ended.add_done_callback(lambda _: hooks.close())
+        self.thread.start()
+
+    def stop(self) -> None:
+        """Ends it at once, without waiting, and takes its metrics away."""
+        self.thread.stop()
+        self.withdraw()
+
+    def withdraw(self) -> None:
+        """Takes its metrics away and frees its name."""
+        self._collector.remove(self.thread)
 
     @property
     def is_here(self) -> bool:
@@ -112,13 +141,27 @@ class Session:
         loop = current_loop()
         request_id, thread = request.request_id, self.thread
         stream = TokenStream(name, lambda: thread.cancel(request_id), loop)
-        self.delivery.attach(request_id, loop, stream)
+        report = self._report(name, request, prompt) if self.hooks is not None else None
+        self.delivery.attach(request_id, loop, stream, report)
         try:
             thread.add(request, prompt)
         except BaseException:
             self.delivery.detach(request_id)
             raise
+        if report is not None:
+            report.admit()
         return stream
+
+    def _report(self, name: str, request: Request, prompt: Prompt) -> RequestReport:
+        assert self.hooks is not None
+        return self.hooks.report(
+            name,
+            request.params,
+            tenant=request.tenant,
+            adapter=request.adapter.name if request.adapter is not None else None,
+            prompt_tokens=len(prompt) if isinstance(prompt, list) else None,
+            operation="chat" if isinstance(prompt, Chat) else "text_completion",
+        )
 
     def _cancel(self, request_id: int) -> None:
         self.thread.cancel(request_id)
