@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # `as` makes each a public name for type checkers
     from motet.errors import AdapterError as AdapterError
     from motet.errors import AdapterExists as AdapterExists
     from motet.errors import AdapterLoadError as AdapterLoadError
+    from motet.errors import AdapterNotAllowed as AdapterNotAllowed
     from motet.errors import AdapterNotFound as AdapterNotFound
     from motet.errors import CorruptCheckpoint as CorruptCheckpoint
     from motet.errors import DeadlineExceeded as DeadlineExceeded
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # `as` makes each a public name for type checkers
     from motet.errors import UnsupportedModel as UnsupportedModel
     from motet.lora.pool import AdapterInfo as AdapterInfo
     from motet.params import SamplingParams as SamplingParams
+    from motet.params import TenantPolicy as TenantPolicy
     from motet.runtime.model_info import ModelInfo as ModelInfo
     from motet.runtime.models.plugins import register_model as register_model
     from motet.runtime.statistics import EngineStats as EngineStats
@@ -51,6 +53,7 @@ _HOMES = {
         "AdapterError",
         "AdapterExists",
         "AdapterLoadError",
+        "AdapterNotAllowed",
         "AdapterNotFound",
         "CorruptCheckpoint",
         "DeadlineExceeded",
@@ -68,7 +71,7 @@ _HOMES = {
         "UnsupportedModel",
     ],
     "motet.lora.pool": ["AdapterInfo"],
-    "motet.params": ["SamplingParams"],
+    "motet.params": ["SamplingParams", "TenantPolicy"],
     "motet.sdk.engine": ["AsyncEngine"],
     "motet.sdk.hooks": ["AdmittedRequest", "FinishedRequest"],
     "motet.runtime.model_info": ["ModelInfo"],

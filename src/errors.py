@@ -9,6 +9,7 @@
     │   ├── AdapterNotFound                  no adapter of that name is loaded
     │   ├── AdapterExists                    the name is taken and `replace` was not given
     │   ├── AdapterLoadError                 missing, damaged or ill-fitting files; or no room
+    │   ├── AdapterNotAllowed                the tenant's policy does not list it
     │   └── UnsupportedAdapter               a PEFT feature that motet does not compute
     ├── ModelError
     │   ├── ModelNotFound
@@ -54,6 +55,10 @@ class AdapterExists(AdapterError):
 
 class AdapterLoadError(AdapterError):
     """The adapter's files are missing, damaged or made for another model, or there is no room for it."""
+
+
+class AdapterNotAllowed(AdapterError):
+    """The tenant's policy does not let it use that adapter."""
 
 
 class UnsupportedAdapter(AdapterError):

@@ -1,4 +1,4 @@
-"""SamplingParams: how one request's tokens are chosen and when it ends. Knows no torch."""
+"""SamplingParams: how one request's tokens are chosen and when it ends. TenantPolicy: what a tenant may. No torch."""
 
 from __future__ import annotations
 
@@ -79,4 +79,46 @@ class SamplingParams(BaseModel):
             )
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
+        return self
+
+
+class TenantPolicy(BaseModel):
+    """What one tenant may do. Frozen; an unknown key or a value out of range is an error.
+
+    At work today: `max_priority`, `adapters` and `prefix_group`. The others are checked and kept, but nothing is
+    scheduled or refused by them yet.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
+
+    weight: float = Field(default=1.0, gt=0.0)
+    """Its share of the engine beside other tenants'. Not at work yet."""
+
+    max_running: int | None = Field(default=None, ge=1)
+    """Most of its requests that run in one step. None: no limit. Not at work yet."""
+
+    max_waiting: int | None = Field(default=None, ge=0)
+    """Most of its requests that wait. None: no limit. Not at work yet."""
+
+    tokens_per_second: float | None = Field(default=None, gt=0.0)
+    """Prompt and output tokens that it may use, over time. None: no limit. Not at work yet."""
+
+    burst: int | None = Field(default=None, ge=1)
+    """Tokens that it may save up under `tokens_per_second`. None: those of one second. Not at work yet."""
+
+    max_priority: int | None = None
+    """Largest `priority` that its requests may have; a larger one is InvalidRequest. None: no limit."""
+
+    adapters: Annotated[tuple[NonEmptyStr, ...] | None, BeforeValidator(_as_tuple)] = None
+    """Names of adapters that it may use, or globs (`acme-*`); another one is AdapterNotAllowed. None: all of them.
+    The base model alone is always allowed."""
+
+    prefix_group: NonEmptyStr | None = None
+    """Tenants of one group share the KV of equal prompt beginnings, and so can tell by its speed what others of the
+    group have asked. None: shares only with itself."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TenantPolicy:
+        if self.burst is not None and self.tokens_per_second is None:
+            raise ValueError("burst has no meaning without tokens_per_second")
         return self

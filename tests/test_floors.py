@@ -59,6 +59,7 @@ BOOKKEEPING = [
     "runtime/scheduler.py",
     "runtime/scheduler_output.py",
     "runtime/statistics.py",
+    "runtime/tenants.py",
 ]
 
 MAX_LINES = 400

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 import motet
-from motet import AsyncEngine, EngineConfig, SamplingParams, Token, TokenStream
+from motet import AsyncEngine, EngineConfig, SamplingParams, TenantPolicy, Token, TokenStream
 
 NAMES = [
     "AdapterError",
     "AdapterExists",
     "AdapterInfo",
     "AdapterLoadError",
+    "AdapterNotAllowed",
     "AdapterNotFound",
     "AdmittedRequest",
     "AsyncEngine",
@@ -40,6 +41,7 @@ NAMES = [
     "RequestAborted",
     "RequestFailed",
     "SamplingParams",
+    "TenantPolicy",
     "Token",
     "TokenStream",
     "UnsupportedAdapter",
@@ -63,6 +65,7 @@ SIGNATURES = {
     AsyncEngine.load_adapter: "(self, name, source, *, pin=False, replace=False)",
     AsyncEngine.unload_adapter: "(self, name, *, in_flight='finish')",
     AsyncEngine.adapters: "(self)",
+    AsyncEngine.set_tenant: "(self, name, policy)",
     AsyncEngine.abort: "(self, request_id)",
     AsyncEngine.stats: "(self)",
     AsyncEngine.metrics_app: "(self)",
@@ -88,6 +91,16 @@ DEFAULTS = {
         "skip_special_tokens": True,
         "ignore_eos": False,
         "logprobs": None,
+    },
+    TenantPolicy: {
+        "weight": 1.0,
+        "max_running": None,
+        "max_waiting": None,
+        "tokens_per_second": None,
+        "burst": None,
+        "max_priority": None,
+        "adapters": None,
+        "prefix_group": None,
     },
     EngineConfig: {
         "name": None,
@@ -175,6 +188,33 @@ def test_settings_are_frozen_and_unknown_ones_are_errors(model):
 def test_values_that_no_engine_could_accept_are_refused(wrong: dict):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SamplingParams(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"weight": 0.0},
+        {"weight": float("inf")},
+        {"max_running": 0},
+        {"max_waiting": -1},
+        {"tokens_per_second": 0.0},
+        {"burst": 5},
+        {"burst": 0, "tokens_per_second": 1.0},
+        {"max_priority": 0.5},
+        {"adapters": 5.0},
+        {"adapters": [""]},
+        {"prefix_group": ""},
+        {"prefix_group": "\ud800"},
+    ],
+    ids=ascii,
+)
+def test_policies_that_no_tenant_could_have_are_refused(wrong: dict):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        TenantPolicy(**wrong)
+
+
+def test_one_adapter_may_stand_alone():
+    assert TenantPolicy(adapters="acme-*") == TenantPolicy(adapters=["acme-*"])
 
 
 def test_one_stop_may_stand_alone():

@@ -14,6 +14,7 @@ from motet.params import SamplingParams
 from motet.runtime.block_hash import root_hash
 from motet.runtime.request import Clock, Request
 from motet.runtime.scheduler_output import SamplingSpec
+from motet.runtime.tenants import Tenants
 
 if TYPE_CHECKING:
     from motet.lora.adapter import AdapterRef
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Intake:
-    """What requests are checked and completed with. Immutable but for its counter: any thread may use it."""
+    """What requests are checked and completed with. Any thread may use it.
+
+    Immutable but for its counter and the tenants' policies.
+    """
 
     vocab_size: int
     max_model_len: int
@@ -35,6 +39,7 @@ class Intake:
     kv_format: tuple[str, str]
     """dtype and layout of the KV cache."""
     seed: int
+    tenants: Tenants = field(default_factory=Tenants)
     clock: Clock = time.monotonic
     _request_ids: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -82,7 +87,7 @@ class Intake:
                 self.model_digest,
                 *self.kv_format,
                 adapter.digest if adapter is not None else None,
-                f"tenant:{tenant}",
+                self.tenants.sharing_scope(tenant),
             ),
         )
 

@@ -15,7 +15,7 @@ import anyio.to_thread
 
 from motet.config import EngineConfig
 from motet.errors import EngineClosed, InvalidRequest, MotetError
-from motet.params import SamplingParams
+from motet.params import SamplingParams, TenantPolicy
 from motet.sdk.arguments import check_name, check_seconds
 from motet.sdk.batch import run_batch
 from motet.sdk.conversation import Message, Tool, as_chat
@@ -171,11 +171,11 @@ class AsyncEngine:
         """Starts a request at once and returns its tokens.
 
         `prompt`: text, or token ids. `adapter`: the name of a loaded adapter; None is the base model. `tenant`:
-        whose request it is; cached prompts are shared only inside a tenant. Larger `priority` is served first.
-        `deadline`: seconds from now. `request_id`: a name for `abort` and logs; None makes one.
+        whose request it is; cached prompts are shared only inside a tenant or its group. Larger `priority` is
+        served first. `deadline`: seconds from now. `request_id`: a name for `abort` and logs; None makes one.
 
-        Raises InvalidRequest, PromptTooLong, AdapterNotFound, QueueFull, EngineClosed, EngineDead. What needs
-        the prompt's tokens, when it is text, is raised by the first `__anext__` instead.
+        Raises InvalidRequest, PromptTooLong, AdapterNotFound, AdapterNotAllowed, QueueFull, EngineClosed,
+        EngineDead. What needs the prompt's tokens, when it is text, is raised by the first `__anext__` instead.
         """
         session, _ = self._running()
         return session.begin(
@@ -332,6 +332,19 @@ class AsyncEngine:
         """The loaded adapters, by name."""
         _, runtime = self._running()
         return runtime.adapters.infos()
+
+    # -- tenants -----------------------------------------------------------------------------------------
+
+    def set_tenant(self, name: str, policy: TenantPolicy) -> None:
+        """Sets what a tenant may do, in place of what it might before; for the requests that begin from now on.
+
+        See `TenantPolicy` for what is at work today. Policies end with the engine: a restarted one has none.
+        """
+        _, runtime = self._running()
+        check_name(name, "a tenant's name")
+        if not isinstance(policy, TenantPolicy):
+            raise InvalidRequest(f"policy must be a TenantPolicy, not {type(policy).__name__}")
+        runtime.intake.tenants.set_policy(name, policy)
 
     # -- insight -----------------------------------------------------------------------------------------
 

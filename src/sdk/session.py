@@ -102,6 +102,7 @@ class Session:
         runtime = self.serving.runtime
         params = SamplingParams() if params is None else params
         check_arguments(params, adapter, tenant, priority, deadline, request_id)
+        runtime.intake.tenants.check(tenant, adapter, priority)
         if not isinstance(prompt, (str, Chat)):
             check_prompt_type(prompt)
             runtime.intake.check_length(len(prompt), params)  # before work that a huge one would make long
