@@ -121,7 +121,7 @@ def test_smollm_cuts_digits_as_its_own_tokenizer_json_does(
             assert demo.encode(text) == oracle.encode(text).ids, text
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe"])
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "dbrx", "smaug-bpe", "tekken", "gpt-4o"])
 @pytest.mark.parametrize("bos", [True, False])
 def test_pre_tokenizers_equal_those_of_transformers(
     small_metadata: dict[str, object], tmp_path: Path, pre: str, bos: bool
@@ -216,8 +216,10 @@ def test_user_defined_tokens_are_kept_whole_and_shown(small_metadata: dict[str, 
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"model": "llama"}, UnsupportedModel, ["'llama'", "'gpt2'", "'smollm'", "tokenizer.json"]),
-        ({"pre": "tekken"}, UnsupportedModel, ["'tekken'", "'qwen2'"]),
+        ({"model": "bert"}, UnsupportedModel, ["'bert'", "'llama'", "'gpt2'", "'smollm'", "tokenizer.json"]),
+        ({"pre": "falcon"}, UnsupportedModel, ["'falcon'", "'qwen2'"]),
+        ({"model": "llama"}, CorruptCheckpoint, ["0 scores"]),
+        ({"model": "llama", "scores": 7}, CorruptCheckpoint, ["7 scores"]),
         ({"model": None}, UnsupportedModel, ["None"]),
         ({"add_space_prefix": True}, UnsupportedModel, ["add_space_prefix"]),
         (
@@ -227,6 +229,8 @@ def test_user_defined_tokens_are_kept_whole_and_shown(small_metadata: dict[str, 
         ),
         ({"token_type": [1]}, CorruptCheckpoint, ["1 token types"]),
         ({"tokens": []}, CorruptCheckpoint, ["0 tokens"]),
+        ({"tokens": "abc"}, CorruptCheckpoint, ["no list of texts"]),
+        ({"tokens": [1, 2]}, CorruptCheckpoint, ["no list of texts"]),
         ({"merges": ["zz qq"]}, CorruptCheckpoint, ["merges"]),
         ({"merges": ["a b c"]}, CorruptCheckpoint, ["merges"]),
         ({"add_bos_token": True, "bos_token_id": None}, CorruptCheckpoint, ["BOS", "None"]),
