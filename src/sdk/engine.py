@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -20,9 +18,9 @@ from motet.sdk.arguments import check_name, check_seconds
 from motet.sdk.batch import run_batch
 from motet.sdk.conversation import Message, Tool, as_chat
 from motet.sdk.hooks import AdmittedRequest, FinishedRequest, make_listeners
+from motet.sdk.life import Life
 from motet.sdk.loops import wait_for
 from motet.sdk.outputs import Completion
-from motet.sdk.session import Session
 from motet.sdk.stream import TokenStream
 
 if TYPE_CHECKING:  # torch is behind these, or they are not needed before an engine starts
@@ -30,7 +28,8 @@ if TYPE_CHECKING:  # torch is behind these, or they are not needed before an eng
     from motet.runtime.build import Runtime
     from motet.runtime.model_info import ModelInfo
     from motet.runtime.statistics import EngineStats
-    from motet.sdk.metrics import ASGIApp, CollectorRegistry, EngineCollector
+    from motet.sdk.metrics import ASGIApp, CollectorRegistry
+    from motet.sdk.session import Session
     from motet.sdk.tracing import TracerProvider
 
 
@@ -69,12 +68,10 @@ class AsyncEngine:
         on_finish: Callable[[FinishedRequest], object] | None = None,
         tracing: bool | TracerProvider = False,
     ) -> None:
-        self._model = model
         self._config = config or EngineConfig()
         self._registry = registry
-        self._listeners = make_listeners(model, on_admit, on_finish, tracing)
-        self._gate = threading.Lock()
-        self._session: Session | None = None
+        listeners = make_listeners(model, on_admit, on_finish, tracing)
+        self._life = Life(model, self._config, registry, listeners)
 
     # -- life -------------------------------------------------------------------------------------------
 
@@ -86,39 +83,7 @@ class AsyncEngine:
         engine closed unless others wait for it, too. A closed or dead engine starts empty: without adapters, with
         a cold cache and with all its metrics at zero.
         """
-        serving = self._session
-        if serving is not None and serving.is_serving:
-            return
-        collector = await anyio.to_thread.run_sync(self._load_libraries)
-        ending = self._session
-        if ending is not None and ending.is_here and ending.thread.is_stopping:
-            await wait_for(ending.thread.ended)
-        with self._gate:
-            session = self._session
-            if session is None or not session.is_here or session.thread.refusal is not None:
-                if session is not None:
-                    session.withdraw()
-                self._session = session = Session(self._model, self._config, collector, self._listeners)
-                session.finalizer = weakref.finalize(self, session.stop)  # for one dropped unclosed
-                session.start()
-            session.num_starters += 1
-        try:
-            await wait_for(session.thread.started)
-        except BaseException:
-            with self._gate:
-                session.num_starters -= 1
-                if session.num_starters == 0:
-                    session.stop()
-            raise
-        if session.thread.is_stopping:
-            raise EngineClosed("the engine was closed while it started")
-
-    def _load_libraries(self) -> EngineCollector:
-        """What takes seconds to import, torch above all."""
-        import_module("motet.runtime.engine_thread")
-        from motet.sdk.metrics import collector_of
-
-        return collector_of(self._registry)
+        await self._life.start()
 
     async def aclose(self, *, drain: float | None = 0.0) -> None:
         """Refuses new requests at once, gives live ones `drain` seconds to end (None: without limit), and closes.
@@ -128,22 +93,7 @@ class AsyncEngine:
         """
         if drain is not None:
             check_seconds(drain, "drain", least=0.0)
-        session = self._session
-        if session is None or not session.is_here:
-            return
-        session.thread.stop(drain)
-        try:
-            await wait_for(session.thread.ended)
-            session.withdraw()
-            if session.hooks is not None:
-                await wait_for(session.hooks.ended)
-        except BaseException:
-            session.thread.stop()
-            raise
-        session.finalizer.detach()
-        with self._gate:
-            if self._session is session:
-                self._session = None
+        await self._life.close(drain)
 
     async def __aenter__(self) -> AsyncEngine:
         await self.start()
@@ -367,11 +317,5 @@ class AsyncEngine:
 
     def _running(self) -> tuple[Session, Runtime]:
         """The session that serves, and its runtime. Raises EngineClosed or EngineDead."""
-        session = self._session
-        if session is None:
-            raise EngineClosed(
-                "the engine is not running: use `async with engine:` or `await engine.start()`"
-            )
-        if not session.is_here:
-            raise EngineClosed("the engine runs in the process that this one was forked from: start one here")
+        session = self._life.here()
         return session, session.serving.runtime

@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # torch is behind these, or they are not needed before an eng
     from motet.runtime.engine_loop import EngineLoop
     from motet.runtime.engine_thread import EngineThread
     from motet.runtime.request import Request
-    from motet.sdk.engine import AsyncEngine
     from motet.sdk.hooks import Listeners, RequestReport
+    from motet.sdk.life import Life
     from motet.sdk.metrics import EngineCollector
 
 
@@ -43,7 +43,7 @@ class Session:
         self._process = os.getpid()
         self.num_starters = 0
         """Calls of `start` that wait for it or have got it."""
-        self.finalizer: weakref.finalize[..., AsyncEngine]
+        self.finalizer: weakref.finalize[..., Life]
         self.delivery = Delivery(self._cancel)
         self.thread: EngineThread = EngineThread(model, config, self.delivery.deliver)
         self._collector = collector

@@ -119,7 +119,7 @@ async def test_closing_an_engine_that_starts_fails_its_start(tiny_folder: Path):
 
     async with anyio.create_task_group() as group:
         group.start_soon(start)
-        await until(lambda: engine._session is not None)
+        await until(lambda: engine._life.session is not None)
         await engine.aclose()
     with pytest.raises(EngineClosed):
         engine.stream([5])
@@ -484,9 +484,11 @@ async def test_a_cancelled_start_leaves_another_that_waits_beside_it_alone(tiny_
         with anyio.CancelScope() as scope:
 
             async def other() -> None:
-                await until(lambda: engine._session is not None and engine._session.num_starters == 1)
+                await until(
+                    lambda: engine._life.session is not None and engine._life.session.num_starters == 1
+                )
                 group.start_soon(engine.start)
-                await until(lambda: engine._session.num_starters == 2 or engine._session.is_serving)
+                await until(lambda: engine._life.session.num_starters == 2 or engine._life.session.is_serving)
                 scope.cancel()
 
             group.start_soon(other)

@@ -288,7 +288,7 @@ async def test_an_engine_that_is_dropped_unclosed_takes_its_series_along(
 ):
     engine = AsyncEngine(tiny_folder, named("a"), registry=registry)
     await engine.start()
-    ended = engine._session.thread.ended
+    ended = engine._life.session.thread.ended
     assert engines_in(scrape(registry)) == {"a"}
     del engine
     gc.collect()
