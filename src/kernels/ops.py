@@ -72,12 +72,20 @@ class Ops(ABC):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += x, in place; then y = residual / sqrt(mean(residual²) + eps) · weight (arXiv 1910.07467).
 
-        The mean is over the last axis, in float32. x, residual [T, H] D, weight [H] D -> [T, H] D.
+        The mean is over the last axis, in float32. x, residual [T, H] D, weight [H] D or float32 -> [T, H] D.
         """
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x²) + eps) · weight, as `add_rms_norm`. x [..., N] D, weight [N] D or float32."""
 
     @abstractmethod
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """silu(x[:, :N]) · x[:, N:] (SwiGLU, arXiv 2002.05202). x [T, 2N] D -> [T, N] D."""
+
+    @abstractmethod
+    def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
+        """gelu(x[:, :N]) · x[:, N:], gelu by its tanh approximation (arXiv 1606.08415, 2002.05202); as above."""
 
     @abstractmethod
     def new_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVCache:
@@ -97,29 +105,39 @@ class Ops(ABC):
         """Rotates q and k (halves layout, arXiv 2104.09864) and stores k and v in their KV slots.
 
         qkv [T, (num_heads + 2 num_kv_heads) · head_dim] D: q, k, v side by side, rotated in place;
-        cos, sin [T, head_dim] D: each pair's angle for both of its halves, sin's first half negated;
+        cos, sin [T, n] D: each pair's angle for both of its halves, sin's first half negated; the first n
+        dimensions of each head turn, the rest (all, where n = 0) stay;
         slot_mapping [T] int64, a row with -1 stores nothing.
         Returns q as [T, num_heads, head_dim] (it may share qkv's memory).
         """
 
     @abstractmethod
     def plan_attention(
-        self, cu_seqlens_q: Tensor, seq_lens: Tensor, block_tables: Tensor, block_size: int
+        self,
+        cu_seqlens_q: Tensor,
+        seq_lens: Tensor,
+        block_tables: Tensor,
+        block_size: int,
+        window: int | None = None,
     ) -> AttentionPlan:
-        """Prepares `paged_attention` for one step; the plan serves all layers.
+        """Prepares `paged_attention` for one step; the plan serves all layers with this window.
 
         cu_seqlens_q [S + 1] int64: sequence s owns the rows cu_seqlens_q[s] to cu_seqlens_q[s + 1], at least
         one; seq_lens [S] int64: tokens in the cache, this step's included; block_tables [S, B] int64, -1
-        behind the last block. All three on the CPU.
+        behind the last block. All three on the CPU. window: how many tokens a row sees, its own included and
+        the latest first (arXiv 2004.05150); None: all.
         """
 
     @abstractmethod
-    def paged_attention(self, q: Tensor, kv: KVCache, plan: AttentionPlan, scale: float) -> Tensor:
+    def paged_attention(
+        self, q: Tensor, kv: KVCache, plan: AttentionPlan, scale: float, softcap: float | None = None
+    ) -> Tensor:
         """softmax(scale · q · kᵀ) · v, causal, over each sequence's own blocks (arXiv 2309.06180).
 
         q [T, num_heads, head_dim] D; the i-th of a sequence's n rows sees its first seq_len - n + i + 1
-        tokens; num_heads is a multiple of the cache's KV heads (GQA). Memory outside those tokens may hold
-        anything, NaN included. Returns [T, num_heads · head_dim] D.
+        tokens, of those the plan's window; num_heads is a multiple of the cache's KV heads (GQA). softcap: the
+        scores s become softcap · tanh(s / softcap) before the softmax (arXiv 2408.00118). Memory outside those
+        tokens may hold anything, NaN included. Returns [T, num_heads · head_dim] D.
         """
 
     @abstractmethod

@@ -55,11 +55,20 @@ class ReferenceOps(Ops):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         residual += x
-        return F.rms_norm(residual, weight.shape, weight, eps)
+        return self.rms_norm(residual, weight, eps)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if weight.dtype != x.dtype:
+            return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+        return F.rms_norm(x, weight.shape, weight, eps)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
 
     def new_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> ReferenceKV:
         slots = num_blocks * block_size + 1
@@ -77,20 +86,27 @@ class ReferenceOps(Ops):
         num_kv_heads: int,
     ) -> Tensor:
         heads = qkv.view(-1, num_heads + 2 * num_kv_heads, kv.k.shape[-1])
-        qk = heads[:, : num_heads + num_kv_heads]
+        qk = heads[:, : num_heads + num_kv_heads, : cos.shape[-1]]
         swapped = qk.roll(qk.shape[-1] // 2, dims=-1)
         qk.mul_(cos[:, None]).addcmul_(swapped, sin[:, None])
         kv.both[slot_mapping] = heads[:, num_heads:].view(-1, *kv.both.shape[1:])
         return heads[:, :num_heads]
 
     def plan_attention(
-        self, cu_seqlens_q: Tensor, seq_lens: Tensor, block_tables: Tensor, block_size: int
+        self,
+        cu_seqlens_q: Tensor,
+        seq_lens: Tensor,
+        block_tables: Tensor,
+        block_size: int,
+        window: int | None = None,
     ) -> list[AttentionGroup]:
         q_lens = cu_seqlens_q.diff()
-        groups = _like_shapes(q_lens.tolist(), seq_lens.tolist())
+        visible = seq_lens if window is None else seq_lens.minimum(q_lens + window - 1)
         return [
-            self._plan_group(torch.tensor(g), cu_seqlens_q, q_lens, seq_lens, block_tables, block_size)
-            for g in groups
+            self._plan_group(
+                torch.tensor(g), cu_seqlens_q, q_lens, seq_lens, visible, block_tables, block_size, window
+            )
+            for g in _like_shapes(q_lens.tolist(), visible.tolist())
         ]
 
     def _plan_group(
@@ -99,29 +115,42 @@ class ReferenceOps(Ops):
         cu_seqlens_q: Tensor,
         q_lens: Tensor,
         seq_lens: Tensor,
+        visible: Tensor,
         block_tables: Tensor,
         block_size: int,
+        window: int | None,
     ) -> AttentionGroup:
         q_len, seq_len = q_lens[group, None], seq_lens[group, None]
         q_index = torch.arange(int(q_len[0]))  # [Q]: a group's sequences have equally many rows
-        position = torch.arange(int(seq_len.max()))  # [L]
+        position = torch.arange(int(visible[group].max()))[None]
+        if window is not None:
+            position = position + seq_len - visible[group, None]
         own = position.clamp(max=seq_len - 1)  # [n, L]
         slots = block_tables[group].gather(1, own // block_size) * block_size + own % block_size
-        last_seen = seq_len - q_len + q_index  # [n, Q]
-        hidden = position > last_seen[..., None]  # [n, Q, L]
+        last_seen = (seq_len - q_len + q_index)[..., None]  # [n, Q, 1]
+        hidden = position[:, None] > last_seen  # [n, Q, L]
+        if window is not None:
+            hidden |= position[:, None] <= last_seen - window
         mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
         rows = cu_seqlens_q[:-1][group, None] + q_index
         return AttentionGroup(rows, slots.flatten(), mask[:, None])
 
-    def paged_attention(self, q: Tensor, kv: ReferenceKV, plan: list[AttentionGroup], scale: float) -> Tensor:
+    def paged_attention(
+        self,
+        q: Tensor,
+        kv: ReferenceKV,
+        plan: list[AttentionGroup],
+        scale: float,
+        softcap: float | None = None,
+    ) -> Tensor:
         if len(plan) == 1 and len(plan[0].rows) == 1:  # a single sequence owns all rows: nothing to sort out
             _, slots, mask = plan[0]
             k, v = self._gather(kv, slots)[None].transpose(1, 3).unbind(2)
-            return _attend(q[None], k, v, mask, scale).flatten(2)[0]
+            return _attend(q[None], k, v, mask, scale, softcap).flatten(2)[0]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for rows, slots, mask in plan:
             k, v = self._gather(kv, slots).view(len(rows), -1, *kv.both.shape[1:]).transpose(1, 3).unbind(2)
-            out[rows] = _attend(q[rows], k, v, mask, scale)
+            out[rows] = _attend(q[rows], k, v, mask, scale, softcap)
         return out.flatten(1)
 
     def _gather(self, kv: ReferenceKV, slots: Tensor) -> Tensor:
@@ -171,15 +200,26 @@ class ReferenceOps(Ops):
         return all_logprobs.gather(-1, chosen[:, None])[:, 0], ids, top
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
     """q [n, Q, heads, d], k and v [n, KV heads, L, d] -> [n, Q, heads, d]."""
     n, q_len, num_heads, head_dim = q.shape
+    if softcap is not None:
+        return _attend_capped(q, k, v, mask, scale, softcap)
     if q_len == 1:  # the query heads of one KV head become rows of one product
         q = q.reshape(n, k.shape[1], -1, head_dim)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         return y.reshape(n, 1, num_heads, head_dim)
     y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     return y.transpose(1, 2)
+
+
+def _attend_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+    """`_attend` in plain products: torch's own attention caps no scores."""
+    n, q_len, _, head_dim = q.shape
+    q = q.transpose(1, 2).reshape(n, k.shape[1], -1, q_len, head_dim)
+    scores = (q @ k[:, :, None].mT).mul_(scale / softcap).tanh_().mul_(softcap)
+    p = (scores + mask[:, None]).softmax(-1, dtype=torch.float32).to(v.dtype)
+    return (p @ v[:, :, None]).flatten(1, 2).transpose(1, 2)
 
 
 def _like_shapes(q_lens: list[int], seq_lens: list[int]) -> list[list[int]]:

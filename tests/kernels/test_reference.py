@@ -13,11 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers.models.llama.modeling_llama import (
-    LlamaRMSNorm,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-)
+from transformers.activations import ACT2FN
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm, eager_attention_forward
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partial_rotary_pos_emb
 
 from motet.kernels.ops import select_ops
 from motet.kernels.reference import ReferenceKV, ReferenceOps
@@ -82,6 +81,30 @@ def test_rms_norm_equals_llamas(dtype: torch.dtype, shape: tuple[int, int]) -> N
 
 
 @DTYPES
+@pytest.mark.parametrize("shape", [(1, 64), (5, 33), (0, 8), (5, 3, 16)])
+def test_rms_norm_of_heads_with_a_float32_weight_equals_gemmas(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    x = random(*shape, dtype=dtype) * 1e-3
+    oracle = Gemma2RMSNorm(shape[-1], eps=1e-6)
+    oracle.weight.data = random(shape[-1], seed=1) * 0.01  # 1 + it is hardly 1 in bfloat16
+    weight = 1 + oracle.weight.data
+    ops = ReferenceOps(CPU, dtype)
+    with torch.no_grad():
+        torch.testing.assert_close(ops.rms_norm(x, weight, 1e-6), oracle(x))
+        if x.dim() == 2:
+            torch.testing.assert_close(ops.add_rms_norm(x, torch.zeros_like(x), weight, 1e-6), oracle(x))
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 8), (7, 33), (0, 4)])
+def test_gelu_tanh_and_mul_is_gemmas_activation(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    gate, up = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1)
+    expected = ACT2FN["gelu_pytorch_tanh"](gate) * up
+    assert_close(ReferenceOps(CPU, dtype).gelu_tanh_and_mul(torch.cat((gate, up), -1)), expected, dtype)
+
+
+@DTYPES
 @pytest.mark.parametrize("shape", [(1, 8), (7, 33), (0, 4)])
 def test_silu_and_mul_is_swiglu(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     gate, up = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1)
@@ -141,6 +164,24 @@ def test_rope_equals_llamas_and_fills_the_slots(
     assert kv.v[:24][untouched].isnan().all()
 
 
+@pytest.mark.parametrize("rotary_dim", [0, 8, 24, 32])
+def test_rope_turns_only_the_first_dimensions_where_there_are_fewer_angles(rotary_dim: int) -> None:
+    ops = ReferenceOps(CPU, torch.float32)
+    kv = ops.new_kv_cache(2, 4, 2, 32)
+    qkv = random(5, (4 + 2 * 2) * 32)
+    q, k, v = (x.unflatten(-1, (-1, 32)).clone() for x in qkv.split([4 * 32, 2 * 32, 2 * 32], -1))
+    cos, sin = angles(torch.arange(5) * 601, rotary_dim)
+    expected_q, expected_k = apply_partial_rotary_pos_emb(
+        q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+    )
+    rotated = ops.rope_and_store_kv(
+        qkv, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), kv, torch.arange(5), 4, 2
+    )
+    assert_close(rotated, expected_q)
+    assert_close(kv.k[:5], expected_k)
+    assert torch.equal(kv.v[:5], v)
+
+
 class PagedCase:
     """Sequences of (q_len, seq_len) in blocks that lie in random order, all other memory NaN."""
 
@@ -152,8 +193,11 @@ class PagedCase:
         head_dim: int = 32,
         block_size: int = 4,
         seed: int = 0,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> None:
         self.ops = ReferenceOps(CPU, torch.float32)
+        self.window, self.softcap = window, softcap
         self.sequences, self.block_size, self.scale = sequences, block_size, head_dim**-0.5
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         blocks = [-(-seq_len // block_size) for _, seq_len in sequences]
@@ -186,20 +230,25 @@ class PagedCase:
         q_lens = [q_len for q_len, _ in self.sequences]
         cu_seqlens_q = torch.tensor([0, *np.cumsum(q_lens, dtype=int)])
         seq_lens = torch.tensor([seq_len for _, seq_len in self.sequences], dtype=torch.int64)
-        plan = self.ops.plan_attention(cu_seqlens_q, seq_lens, self.block_tables, self.block_size)
+        plan = self.ops.plan_attention(
+            cu_seqlens_q, seq_lens, self.block_tables, self.block_size, self.window
+        )
         rows = [q[len(q) - q_len :] for q, q_len in zip(self.q, q_lens, strict=True)]
         q = torch.cat(rows) if rows else torch.empty(0, self.num_heads, self.head_dim)
-        out = self.ops.paged_attention(q, self.kv, plan, self.scale)
+        out = self.ops.paged_attention(q, self.kv, plan, self.scale, self.softcap)
         assert out.shape == (len(q), self.num_heads * self.head_dim)
         return list(out.split(q_lens))
 
     def oracle(self, s: int) -> Tensor:
         """transformers' eager attention over the whole sequence, with an explicit causal mask."""
         q_len, seq_len = self.sequences[s]
-        mask = torch.full((seq_len, seq_len), float("-inf")).triu(1)[None, None]
+        sees = torch.ones(seq_len, seq_len, dtype=torch.bool).tril()
+        if self.window is not None:
+            sees &= ~sees.tril(-self.window)
+        mask = torch.zeros(sees.shape).masked_fill(~sees, float("-inf"))[None, None]
         module = SimpleNamespace(num_key_value_groups=self.num_heads // self.num_kv_heads, training=False)
         q, k, v = (x[s].transpose(0, 1)[None] for x in (self.q, self.k, self.v))
-        out, _ = eager_attention_forward(module, q, k, v, mask, scaling=self.scale)
+        out, _ = eager_attention_forward(module, q, k, v, mask, scaling=self.scale, softcap=self.softcap)
         return out[0, seq_len - q_len :].flatten(1)
 
     def check(self) -> None:
@@ -224,13 +273,25 @@ def test_attention_equals_eager_for_prefill_chunks_and_decodes_in_one_call(
         max_size=12,
     ),
     st.sampled_from([1, 3, 16]),
+    st.sampled_from([None, 1, 2, 7, 64, 1000]),
+    st.sampled_from([None, 0.5, 50.0]),
     st.integers(0, 1000),
 )
-@settings(max_examples=100, deadline=None)
-def test_attention_equals_eager_for_any_mix_of_lengths(
-    sequences: list[tuple[int, int]], block_size: int, seed: int
+@settings(max_examples=200, deadline=None)
+def test_attention_equals_eager_for_any_mix_of_lengths_windows_and_softcaps(
+    sequences: list[tuple[int, int]], block_size: int, window: int | None, softcap: float | None, seed: int
 ) -> None:
-    PagedCase(sequences, block_size=block_size, seed=seed).check()
+    PagedCase(sequences, block_size=block_size, window=window, softcap=softcap, seed=seed).check()
+
+
+def test_keys_and_values_that_have_left_the_window_are_not_read() -> None:
+    case = PagedCase([(1, 40), (3, 30)], window=8)
+    expected = [case.oracle(s) for s in range(2)]
+    for s, (q_len, seq_len) in enumerate(case.sequences):
+        gone = case.slots(s, seq_len - q_len - 8 + 1)
+        case.kv.k[gone] = case.kv.v[gone] = float("nan")
+    for out, reference in zip(case.run(), expected, strict=True):
+        assert_close(out, reference)
 
 
 def test_chunks_give_what_the_whole_prompt_gives() -> None:
