@@ -116,7 +116,7 @@ class GraniteLayer:
             config.num_attention_heads,
             config.num_key_value_heads,
         )
-        x = ops.paged_attention(q, kv, batch.attention, scale=config.attention_multiplier)
+        x = ops.paged_attention(q, kv, batch.attention[None], scale=config.attention_multiplier)
         x = self.o(batch, x) * config.residual_multiplier
         x = ops.add_rms_norm(x, residual, self.post_norm, config.rms_norm_eps)
         return self.down(batch, ops.silu_and_mul(self.gate_up(batch, x))) * config.residual_multiplier
@@ -148,11 +148,7 @@ class Granite:
 
     def kv_spec(self) -> list[KVGroup]:
         config = self.config
-        return [
-            KVGroup(
-                "full", config.num_hidden_layers, config.num_key_value_heads, config.head_dim, window=None
-            )
-        ]
+        return [KVGroup("full", config.num_hidden_layers, config.num_key_value_heads, config.head_dim)]
 
     def weights(self) -> dict[str, Weight]:
         bound = {"model.embed_tokens.weight": Weight(self.embedding), "model.norm.weight": Weight(self.norm)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,8 @@ class ForwardBatch:
     """[T] int64, from 0 in each request."""
     slot_mapping: Tensor
     """[T] int64: the KV slot that each token's K and V go to."""
-    attention: AttentionPlan
+    attention: Mapping[int | None, AttentionPlan]
+    """A plan for each window that the model's layers have."""
     lora: LoRABatch | None
     """None: no row has an adapter."""
     logits_rows: Tensor
@@ -51,10 +53,18 @@ class BatchBuilder:
     """Turns plans into batches, over one persistent block-table buffer."""
 
     def __init__(
-        self, ops: Ops, arena: AdapterArena, *, max_num_seqs: int, max_blocks: int, block_size: int
+        self,
+        ops: Ops,
+        arena: AdapterArena,
+        *,
+        max_num_seqs: int,
+        max_blocks: int,
+        block_size: int,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
         self._ops = ops
         self._arena = arena
+        self._windows = windows
         self._block_size = block_size
         self._block_tables = np.full((max_num_seqs, max_blocks), -1, dtype=np.int64)
         self._free_rows = list(range(max_num_seqs))
@@ -78,7 +88,7 @@ class BatchBuilder:
         positions = np.arange(cu_seqlens_q[-1]) + np.repeat(starts - cu_seqlens_q[:-1], q_lens)
         blocks = self._block_tables[np.repeat(row_index, q_lens), positions // self._block_size]
         widest = max(row.num_blocks for row in rows)
-        attention = self._ops.plan_attention(
+        sequences = (
             torch.from_numpy(cu_seqlens_q),
             torch.from_numpy(starts + q_lens),
             torch.from_numpy(self._block_tables[row_index, :widest]),
@@ -92,7 +102,7 @@ class BatchBuilder:
             ),
             positions=torch.from_numpy(positions),
             slot_mapping=torch.from_numpy(blocks * self._block_size + positions % self._block_size),
-            attention=attention,
+            attention={w: self._ops.plan_attention(*sequences, window=w) for w in self._windows},
             lora=LoRABatch(self._arena, torch.from_numpy(slots)) if slots.max() >= 0 else None,
             logits_rows=torch.from_numpy(cu_seqlens_q[1:][sampled] - 1),
             request_ids=tuple(chunks[i].request_id for i in sampled),

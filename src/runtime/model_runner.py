@@ -51,6 +51,7 @@ class ModelRunner:
             max_num_seqs=max_num_seqs,
             max_blocks=min(num_blocks, max_blocks),
             block_size=block_size,
+            windows=group.windows,
         )
 
     @torch.inference_mode()

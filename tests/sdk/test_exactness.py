@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-import anyio
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM
 
-from motet import AsyncEngine, Completion, EngineConfig, SamplingParams
-from tests.sdk.checks import settled
+from motet import EngineConfig, SamplingParams
+from tests.sdk.completions import complete, ids
 from tests.tiny import greedy
 
 NUM_TOKENS = 64
@@ -75,54 +73,13 @@ def smollm2() -> tuple[list[list[int]], list[list[int]]]:
     return prompts, answers
 
 
-def complete(
-    model: str | Path,
-    prompts: Sequence[list[int]],
-    config: EngineConfig,
-    *,
-    params: SamplingParams = PARAMS,
-    rounds: int = 1,
-    beside: dict[str, Path] | None = None,
-) -> list[list[Completion]]:
-    """All prompts at once, `rounds` times on one engine: each round's completions."""
-    beside = beside or {}
-
-    async def run() -> list[list[Completion]]:
-        all_done: list[list[Completion]] = []
-        async with AsyncEngine(model, config) as engine:
-            for name, folder in beside.items():
-                await engine.load_adapter(name, folder)
-            for _ in range(rounds):
-                done: dict[int, Completion] = {}
-
-                async def one(i: int, done: dict[int, Completion] = done) -> None:
-                    done[i] = await engine.generate(prompts[i], params)
-
-                async with anyio.create_task_group() as group:
-                    for i in range(len(prompts)):
-                        group.start_soon(one, i)
-                        for name in beside:
-                            group.start_soon(
-                                lambda i=i, name=name: engine.generate(prompts[i], params, adapter=name)
-                            )
-                await settled(engine)
-                all_done.append([done[i] for i in range(len(prompts))])
-        return all_done
-
-    return anyio.run(run)
-
-
-def ids(completions: Sequence[Completion]) -> list[list[int]]:
-    return [list(completion.token_ids) for completion in completions]
-
-
 def test_24_prompts_answer_as_transformers_does_batched_and_from_the_prefix_cache(
     smollm2: tuple[list[list[int]], list[list[int]]],
 ):
     prompts, answers = smollm2
     assert len(prompts) == 24
     config = EngineConfig(block_size=4, kv_cache_bytes=4 * KV_BYTES)
-    first, again = complete("demo", prompts, config, rounds=2)
+    first, again = complete("demo", prompts, config, PARAMS, rounds=2)
     assert ids(first) == ids(again) == answers
     long_ones = [completion for completion in again if len(completion.prompt_token_ids) > 4]
     assert len(long_ones) >= 16 and all(completion.usage.cached_tokens > 0 for completion in long_ones)
@@ -135,7 +92,7 @@ def test_prompts_answer_as_transformers_does_in_chunks_of_7(
 ):
     prompts, answers = smollm2
     config = EngineConfig(max_num_batched_tokens=7, max_num_seqs=6, kv_cache_bytes=KV_BYTES)
-    (done,) = complete("demo", prompts[:count], config)
+    (done,) = complete("demo", prompts[:count], config, PARAMS)
     assert ids(done) == answers[:count]
 
 
@@ -149,7 +106,7 @@ def test_prompts_answer_as_transformers_does_preempted_three_times(
     config = EngineConfig(
         block_size=4, kv_cache_bytes=(count * 10 // 3) * block_bytes, enable_prefix_caching=False
     )
-    (completions,) = complete("demo", prompts[:count], config)
+    (completions,) = complete("demo", prompts[:count], config, PARAMS)
     assert ids(completions) == answers[:count]
     assert max(completion.usage.preemptions for completion in completions) >= 3
 
@@ -160,7 +117,7 @@ def test_prompts_answer_as_transformers_does_with_adapters_beside_them(
     prompts, answers = smollm2
     beside = {folder.name: folder for folder in EXAMPLE_ADAPTERS.iterdir() if folder.is_dir()}
     assert len(beside) == 3
-    (done,) = complete("demo", prompts[:8], EngineConfig(kv_cache_bytes=4 * KV_BYTES), beside=beside)
+    (done,) = complete("demo", prompts[:8], EngineConfig(kv_cache_bytes=4 * KV_BYTES), PARAMS, beside=beside)
     assert ids(done) == answers[:8]
 
 
@@ -183,7 +140,7 @@ def test_any_chunking_and_block_size_gives_the_same_tokens(
         threads=1,
         max_num_seqs=8,
     )
-    for done in complete(tiny_folder, prompts, config, rounds=2):
+    for done in complete(tiny_folder, prompts, config, PARAMS, rounds=2):
         assert ids(done) == answers
 
 
@@ -202,8 +159,8 @@ def test_case_18_preempted_again_and_again_the_answer_is_the_same_with_logprobs(
         enable_prefix_caching=caching,
         threads=1,
     )
-    (expected,) = complete(tiny_folder, prompts, roomy, params=params)
-    (completions,) = complete(tiny_folder, prompts, tight, params=params)
+    (expected,) = complete(tiny_folder, prompts, roomy, params)
+    (completions,) = complete(tiny_folder, prompts, tight, params)
     assert ids(completions) == ids(expected) == answers
     assert max(completion.usage.preemptions for completion in completions) >= 3
     for one, other in zip(completions, expected, strict=True):

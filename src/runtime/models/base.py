@@ -20,13 +20,13 @@ class KVGroup:
     """Layers whose keys and values are kept alike; a request has one block table per group."""
 
     kind: str
-    """"full": a token sees every token before it."""
+    """"full": every token is kept, whichever see it."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    window: int | None
-    """How many tokens back a token sees. None: all."""
+    windows: tuple[int | None, ...] = (None,)
+    """How many tokens a token sees, its own included, in one layer or another; each once. None: all."""
 
     def bytes_per_token(self, itemsize: int) -> int:
         """Of keys and values over the group's layers, at `itemsize` bytes a number."""

@@ -56,6 +56,60 @@ class Linear:
         self.weight = self.ops.pack_linear(self.weight)
 
 
+class RMSNorm:
+    """A root-mean-square norm (arXiv 1910.07467) of `size` values, its weight still empty."""
+
+    def __init__(self, ops: Ops, size: int, eps: float, offset: int = 0) -> None:
+        """offset: added to the weight that the checkpoint holds; then the weight is kept in float32."""
+        self._ops = ops
+        self._eps = eps
+        dtype = torch.float32 if offset else ops.dtype
+        self._weight = torch.empty(size, dtype=dtype, device=ops.device)
+        self.weight = OffsetWeight(self._weight, offset) if offset else Weight(self._weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., size] D -> the same shape."""
+        return self._ops.rms_norm(x, self._weight, self._eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual += x, in place, and its norm. Both [T, size] D."""
+        return self._ops.add_rms_norm(x, residual, self._weight, self._eps)
+
+
+@dataclass(frozen=True)
+class OffsetWeight(Weight):
+    """A parameter that the checkpoint holds less a constant."""
+
+    offset: float
+
+    def load(self, tensor: Tensor) -> None:
+        self.target.copy_(tensor.to(self.target.dtype) + self.offset)
+
+
+@dataclass(frozen=True)
+class QKNorm:
+    """The norms of q and k between their projection and the rope: of each head, or of all heads together."""
+
+    path: str
+    q_size: int
+    kv_size: int
+    q_norm: RMSNorm
+    k_norm: RMSNorm
+
+    def __call__(self, qkv: Tensor) -> None:
+        """qkv [T, q_size + 2 kv_size] D: q, k, v side by side; q and k in place."""
+        q, k = qkv[:, : self.q_size], qkv[:, self.q_size : self.q_size + self.kv_size]
+        for part, norm in ((q, self.q_norm), (k, self.k_norm)):
+            heads = part.view(len(part), -1, norm.weight.shape[0])
+            heads.copy_(norm(heads))
+
+    def weights(self) -> dict[str, Weight]:
+        return {
+            f"{self.path}.q_norm.weight": self.q_norm.weight,
+            f"{self.path}.k_norm.weight": self.k_norm.weight,
+        }
+
+
 def make_linear(
     ops: Ops,
     *,

@@ -9,14 +9,10 @@ from typing import Any
 from motet.errors import UnsupportedModel
 from motet.runtime.models.base import CausalLM
 from motet.runtime.models.decoder import Decoder
+from motet.runtime.models.families import FAMILIES
 from motet.runtime.models.plugins import find_plugin, plugin_names
 
-MODELS: Mapping[str, type[CausalLM]] = MappingProxyType(
-    {
-        "LlamaForCausalLM": Decoder,  # Llama 2 and 3, SmolLM2
-        "Qwen2ForCausalLM": Decoder,
-    }
-)
+MODELS: Mapping[str, type[CausalLM]] = MappingProxyType(dict.fromkeys(FAMILIES, Decoder))
 
 
 def find_model_class(config: Mapping[str, Any]) -> type[CausalLM]:

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import (
+    FAMILIES,
     LLAMA3_ROPE,
+    OWN_SHAPES,
     float32_ops,
     hf_logits,
+    hf_logits_in_chunks,
     make_hf_model,
     make_ids,
     motet_logits,
@@ -20,6 +23,17 @@ from tiny_models import (
 
 from motet.kernels.reference import ReferenceOps
 from motet.runtime.models.loader import load_model
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 4096}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 1.9, 2.5],
+    "long_factor": [1.0, 2.0, 3.0, 5.0, 8.0, 13.0],
+    "factor": 4.0,
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_grouped_heads": ("llama", {}),
@@ -32,10 +46,75 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_other_eps": ("llama", {"rms_norm_eps": 0.1}),
     "llama_theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "llama_llama3_rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama_linear_rope": ("llama", {"rope_parameters": LINEAR}),
+    "llama_yarn_rope": ("llama", {"rope_parameters": YARN}),
+    "llama_longrope": ("llama", {"rope_parameters": LONGROPE}),
+    "mistral_window": ("mistral", {}),
+    "mistral_window_of_one": ("mistral", {"sliding_window": 1}),
+    "mistral_without_window": ("mistral", {"sliding_window": None}),
+    "mistral_explicit_head_dim": ("mistral", {"head_dim": 20}),
     "qwen2": ("qwen2", {}),
     "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2_theta": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen2_llama3_rope": ("qwen2", {"rope_parameters": LLAMA3_ROPE}),
+    "qwen2_last_layer_sliding": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3_tied_with_bias": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3_yarn_rope": ("qwen3", {"rope_parameters": YARN}),
+    "qwen3_layers_listed": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 9, "layer_types": [SLIDING, FULL]},
+    ),
+    "smollm3": ("smollm3", {}),
+    "smollm3_without_rope_in_listed_layers": ("smollm3", {"no_rope_layers": [0, 1]}),
+    "smollm3_biases_tied": (
+        "smollm3",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "smollm3_sliding_where_there_is_no_rope": (
+        "smollm3",
+        {"use_sliding_window": True, "sliding_window": 9},
+    ),
+    "phi3": ("phi3", {}),
+    "phi3_window": ("phi3", {"sliding_window": 9}),
+    "phi3_partial_rope": (
+        "phi3",
+        {
+            "hidden_size": 64,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "phi3_longrope": (
+        "phi3",
+        {
+            "rope_parameters": {key: value for key, value in LONGROPE.items() if key != "factor"},
+            "original_max_position_embeddings": 24_000,
+        },
+    ),
+    "gemma2": ("gemma2", {}),
+    "gemma2_without_softcaps": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma2_hard_softcaps": ("gemma2", {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0}),
+    "gemma2_untied_with_bias": ("gemma2", {"tie_word_embeddings": False, "attention_bias": True}),
+    "gemma3": ("gemma3", {}),
+    "gemma3_linear_rope_with_softcap": (
+        "gemma3",
+        {
+            "final_logit_softcapping": 2.0,
+            "rope_parameters": {
+                FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2_tied_with_bias": ("olmo2", {"tie_word_embeddings": True, "attention_bias": True}),
+    "olmo2_one_kv_head_yarn": ("olmo2", {"num_key_value_heads": 1, "rope_parameters": YARN}),
 }
 
 
@@ -53,22 +132,35 @@ def test_logits_equal_those_of_transformers(variant: str, first_position: int, t
         assert relative_error(actual, expected) <= 1e-4
 
 
-@pytest.mark.parametrize("variant", ["llama_grouped_heads", "llama_llama3_rope", "qwen2"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "llama_grouped_heads",
+        "llama_llama3_rope",
+        "qwen2",
+        "mistral_window",
+        *(pytest.param(v, marks=pytest.mark.slow) for v in ("llama_yarn_rope", "gemma2", "gemma3")),
+    ],
+)
 def test_logits_equal_those_of_transformers_behind_a_context_of_8000_and_20000_tokens(
     variant: str, tmp_path: Path
 ) -> None:
     family, changes = VARIANTS[variant]
     small = {"hidden_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    if family.startswith("gemma"):
+        small |= {"num_hidden_layers": 2, "head_dim": 16}
+    if "sliding_window" in OWN_SHAPES.get(family, {}):
+        small["sliding_window"] = 600
     hf_model = make_hf_model(family, **small, **changes)
     ops = float32_ops()
     model = load_model(save_folder(hf_model, tmp_path), ops).model
     rows = [*range(8_000, 8_008), *range(20_000, 20_008)]
     ids = make_ids(20_008)
-    expected = hf_logits(hf_model, ids, rows)
+    expected = (hf_logits_in_chunks if "sliding_window" in small else hf_logits)(hf_model, ids, rows)
     assert relative_error(motet_logits(model, ops, ids, rows, chunk=2048), expected) <= 1e-4
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_in_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(
     family: str, tmp_path: Path
 ) -> None:
@@ -94,17 +186,36 @@ def test_only_the_rows_asked_for_get_logits(tmp_path: Path) -> None:
     assert motet_logits(model, ops, ids, []).shape == (0, model.vocab_size)
 
 
-def test_kv_spec_and_lora_sites_describe_the_model(tmp_path: Path) -> None:
-    hf_model = make_hf_model(head_dim=20)
+@pytest.mark.parametrize(
+    ("variant", "windows"),
+    [
+        ("llama_grouped_heads", (None,)),
+        ("mistral_window", (9,)),
+        ("qwen2_last_layer_sliding", (None, 9)),
+        ("gemma3", (9, None)),
+    ],
+)
+def test_kv_spec_tells_each_window_of_the_layers_once(
+    variant: str, windows: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    family, changes = VARIANTS[variant]
+    hf_model = make_hf_model(family, num_hidden_layers=4, **changes)
+    (group,) = load_model(save_folder(hf_model, tmp_path), float32_ops()).model.kv_spec()
+    assert (group.num_layers, group.windows) == (4, windows)
+
+
+def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
+    hf_model = make_hf_model("mistral", sliding_window=64, max_position_embeddings=64)
+    (group,) = load_model(save_folder(hf_model, tmp_path), float32_ops()).model.kv_spec()
+    assert group.windows == (None,)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kv_spec_and_lora_sites_describe_the_model(family: str, tmp_path: Path) -> None:
+    hf_model = make_hf_model(family, head_dim=20)
     model = load_model(save_folder(hf_model, tmp_path), float32_ops()).model
     (group,) = model.kv_spec()
-    assert (group.kind, group.num_layers, group.num_kv_heads, group.head_dim, group.window) == (
-        "full",
-        2,
-        2,
-        20,
-        None,
-    )
+    assert (group.kind, group.num_layers, group.num_kv_heads, group.head_dim) == ("full", 2, 2, 20)
     assert [site.index for site in model.lora_sites] == list(range(8))
     linears = {
         name: module for name, module in hf_model.named_modules() if isinstance(module, torch.nn.Linear)
@@ -131,8 +242,9 @@ class _SiteRecorder:
         out += out.clone()
 
 
-def test_adapters_act_on_every_site_once_before_what_follows_the_linear(tmp_path: Path) -> None:
-    hf_model = make_hf_model("qwen2")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_act_on_every_site_once_before_what_follows_the_linear(family: str, tmp_path: Path) -> None:
+    hf_model = make_hf_model(family)
     ops = float32_ops()
     model = load_model(save_folder(hf_model, tmp_path), ops).model
     recorder = _SiteRecorder()

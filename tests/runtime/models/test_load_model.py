@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import (
+    FAMILIES,
     float32_ops,
     hf_logits,
     make_hf_model,
@@ -55,8 +56,9 @@ def logits_of(folder: Path) -> torch.Tensor:
     return motet_logits(load_model(folder, ops).model, ops, make_ids(10), range(10))
 
 
-def test_shards_give_the_same_model_as_one_file(tmp_path: Path) -> None:
-    hf_model = make_hf_model()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shards_give_the_same_model_as_one_file(family: str, tmp_path: Path) -> None:
+    hf_model = make_hf_model(family)
     sharded = save_folder(hf_model, tmp_path / "sharded", max_shard_size="40KB")
     assert len(list(sharded.glob("model-*.safetensors"))) > 1
     whole = save_folder(hf_model, tmp_path / "whole")
@@ -123,6 +125,25 @@ def test_case_29_a_missing_tensor_is_named(name: str, folder: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen2", "model.layers.0.self_attn.q_proj.bias"),
+        ("qwen3", "model.layers.1.self_attn.q_norm.weight"),
+        ("phi3", "model.layers.0.self_attn.qkv_proj.weight"),
+        ("phi3", "model.layers.0.mlp.gate_up_proj.weight"),
+        ("gemma2", "model.layers.1.pre_feedforward_layernorm.weight"),
+        ("gemma3", "model.layers.1.self_attn.k_norm.weight"),
+        ("olmo2", "model.layers.0.post_feedforward_layernorm.weight"),
+    ],
+)
+def test_case_29_a_missing_tensor_of_a_family_s_own_is_named(family: str, name: str, tmp_path: Path) -> None:
+    folder = save_folder(make_hf_model(family), tmp_path)
+    rewrite(folder, lambda tensors: tensors.pop(name))
+    with pytest.raises(CorruptCheckpoint, match=f"{name} is missing"):
+        load(folder)
+
+
 def test_case_29_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(folder: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     rewrite(folder, lambda tensors: tensors.update({name: tensors[name][:-1].clone()}))
@@ -166,8 +187,11 @@ def test_a_tensor_that_is_not_floating_is_unsupported(folder: Path) -> None:
         load(folder)
 
 
-def test_case_29_tied_embeddings_load_with_and_without_a_copy_in_the_file(tmp_path: Path) -> None:
-    hf_model = make_hf_model(tie_word_embeddings=True)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_case_29_tied_embeddings_load_with_and_without_a_copy_in_the_file(
+    family: str, tmp_path: Path
+) -> None:
+    hf_model = make_hf_model(family, tie_word_embeddings=True)
     folder = save_folder(hf_model, tmp_path)
     assert "lm_head.weight" not in load_file(folder / "model.safetensors")
     expected = hf_logits(hf_model, make_ids(10), range(10))
@@ -217,7 +241,7 @@ def test_a_config_of_absurd_size_is_refused_before_it_takes_the_memory(
 
 def test_an_unsupported_architecture_is_refused_with_the_path_in_the_message(folder: Path) -> None:
     rewrite_json(folder / "config.json", architectures=["MixtralForCausalLM"])
-    with pytest.raises(UnsupportedModel, match=rf"{folder}: .*MixtralForCausalLM.*LlamaForCausalLM, Qwen2"):
+    with pytest.raises(UnsupportedModel, match=rf"{folder}: .*MixtralForCausalLM.*LlamaForCausalLM, Mistral"):
         load(folder)
 
 

@@ -9,17 +9,38 @@ from typing import Any
 
 import tokenizers
 import torch
+import transformers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from motet.kernels.ops import Ops
 from motet.kernels.reference import ReferenceOps
 from motet.runtime.models.base import CausalLM
 
 FAMILIES: dict[str, tuple[type, type]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    family: (getattr(transformers, config), getattr(transformers, model))
+    for family, config, model in [
+        ("llama", "LlamaConfig", "LlamaForCausalLM"),
+        ("mistral", "MistralConfig", "MistralForCausalLM"),
+        ("qwen2", "Qwen2Config", "Qwen2ForCausalLM"),
+        ("qwen3", "Qwen3Config", "Qwen3ForCausalLM"),
+        ("smollm3", "SmolLM3Config", "SmolLM3ForCausalLM"),
+        ("phi3", "Phi3Config", "Phi3ForCausalLM"),
+        ("gemma2", "Gemma2Config", "Gemma2ForCausalLM"),
+        ("gemma3", "Gemma3TextConfig", "Gemma3ForCausalLM"),
+        ("olmo2", "Olmo2Config", "Olmo2ForCausalLM"),
+    ]
 }
+
+OWN_SHAPES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 9},
+    "qwen3": {"head_dim": 20},
+    "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0, "tie_word_embeddings": False},
+    "phi3": {"pad_token_id": 0},
+    "gemma2": {"head_dim": 20, "sliding_window": 9, "query_pre_attn_scalar": 12},
+    "gemma3": {"head_dim": 20, "sliding_window": 9, "query_pre_attn_scalar": 12, "sliding_window_pattern": 2},
+    "olmo2": {"pad_token_id": 0},
+}
+"""What a small model of a family has, or it would show little of what is its own."""
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -46,10 +67,11 @@ def make_hf_model(family: str = "llama", *, seed: int = 0, **changes: Any) -> An
         "eos_token_id": 2,
     }
     torch.manual_seed(seed)
-    model = model_class(config_class(**shape | changes)).eval()
+    model = model_class(config_class(**shape | OWN_SHAPES.get(family, {}) | changes)).eval()
+    mean_of_norms = 0.0 if family.startswith("gemma") else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+            parameter.normal_(mean_of_norms if "norm" in name else 0.0, 0.2)
     return model
 
 
@@ -73,8 +95,23 @@ def make_ids(count: int, vocab_size: int = 96, seed: int = 1) -> Tensor:
 def hf_logits(hf_model: Any, ids: Tensor, rows: Sequence[int], first_position: int = 0) -> Tensor:
     """transformers' logits behind the tokens at `rows`."""
     positions = torch.arange(len(ids))[None] + first_position
-    hidden = hf_model.model(input_ids=ids[None], position_ids=positions, use_cache=False).last_hidden_state[0]
-    return hf_model.lm_head(hidden[list(rows)]).float()
+    keep = torch.tensor(list(rows), dtype=torch.int64)
+    return (
+        hf_model(input_ids=ids[None], position_ids=positions, use_cache=False, logits_to_keep=keep)
+        .logits[0]
+        .float()
+    )
+
+
+@torch.inference_mode()
+def hf_logits_in_chunks(hf_model: Any, ids: Tensor, rows: Sequence[int], chunk: int = 1024) -> Tensor:
+    """The same, the prompt taken in chunks, as the masks and scores of a long one would fill the memory."""
+    cache, logits = None, []
+    for first in range(0, len(ids), chunk):
+        part = hf_model(input_ids=ids[None, first : first + chunk], past_key_values=cache, use_cache=True)
+        cache = part.past_key_values
+        logits.append(part.logits[0, [row - first for row in rows if first <= row < first + chunk]].float())
+    return torch.cat(logits)
 
 
 @torch.inference_mode()
@@ -104,9 +141,12 @@ def motet_logits(
             input_ids=ids[index],
             positions=index + first_position,
             slot_mapping=blocks[index // block_size] * block_size + index % block_size,
-            attention=ops.plan_attention(
-                torch.tensor([0, len(index)]), index[-1:] + 1, blocks[None], block_size
-            ),
+            attention={
+                window: ops.plan_attention(
+                    torch.tensor([0, len(index)]), index[-1:] + 1, blocks[None], block_size, window
+                )
+                for window in group.windows
+            },
             lora=lora,
             logits_rows=torch.tensor(
                 [row - first for row in rows if row in range(first, first + chunk)]
