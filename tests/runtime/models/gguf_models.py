@@ -17,8 +17,13 @@ from transformers.integrations.gguf.dequant import dequantize
 from motet.runtime.models.gguf_reader import MappedGGUFReader
 
 QuantisationType = gguf.GGMLQuantizationType
-K_SCALES = {QuantisationType.Q4_K: (0, 2), QuantisationType.Q5_K: (0, 2), QuantisationType.Q6_K: (208,)}
-"""Types that the `gguf` library reads but does not write, and where in a block their float16 scales lie."""
+K_SCALES = {
+    QuantisationType.Q4_K: {0: 2e-4, 2: 7.5 * 2e-4},
+    QuantisationType.Q5_K: {0: 1e-4, 2: 15.5 * 1e-4},
+    QuantisationType.Q6_K: {208: 2e-5},
+}
+"""Types that the `gguf` library reads but does not write; where in a block their float16 scales lie, and which make
+arbitrary blocks weights around 0."""
 
 
 def pack(weight: torch.Tensor, kind: QuantisationType) -> npt.NDArray[Any]:
@@ -31,8 +36,8 @@ def pack(weight: torch.Tensor, kind: QuantisationType) -> npt.NDArray[Any]:
     for row in weight.numpy():
         generator = np.random.default_rng(zlib.crc32(row.tobytes()))
         blocks = generator.integers(256, size=(len(row) // values_per_block, size), dtype=np.uint8)
-        for at in K_SCALES[kind]:
-            blocks[:, at : at + 2] = np.array([1e-4], np.float16).view(np.uint8)
+        for at, scale in K_SCALES[kind].items():
+            blocks[:, at : at + 2] = np.array([scale], np.float16).view(np.uint8)
         rows.append(blocks.reshape(-1))
     return np.stack(rows)
 
@@ -51,6 +56,20 @@ def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "mistral": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "phi3": gguf.MODEL_ARCH.PHI3,
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
+}
+"""What llama.cpp's converter makes of each `model_type`."""
+
+
 def write_gguf(
     path: Path,
     hf_model: Any,
@@ -58,39 +77,32 @@ def write_gguf(
     weight_type: QuantisationType = QuantisationType.F32,
     embedding_type: QuantisationType | None = None,
     metadata: Mapping[str, object] | None = None,
-    rope_divisors: torch.Tensor | None = None,
+    more_tensors: Mapping[str, torch.Tensor] | None = None,
     change: Callable[[dict[str, torch.Tensor]], object] = lambda tensors: None,
 ) -> Path:
     """Two-dimensional weights are stored as `weight_type`, the rest as F32. metadata: added, or None to leave out."""
     config = hf_model.config
-    architecture = config.model_type
-    names = gguf.get_tensor_name_map(
-        gguf.MODEL_ARCH.LLAMA if architecture == "llama" else gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers
-    )
+    model_arch = ARCHITECTURES[config.model_type]
+    architecture = gguf.MODEL_ARCH_NAMES[model_arch]
+    names = gguf.get_tensor_name_map(model_arch, config.num_hidden_layers)
     tensors = {}
     for name, parameter in hf_model.named_parameters():
         tensor = parameter.detach()
-        if architecture == "llama" and ".q_proj." in name:
+        if architecture in ("llama", "smollm3") and ".q_proj." in name:
             tensor = permute(tensor, config.num_attention_heads)
-        if architecture == "llama" and ".k_proj." in name:
+        if architecture in ("llama", "smollm3") and ".k_proj." in name:
             tensor = permute(tensor, config.num_key_value_heads)
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            tensor = tensor + 1
         stem, _, kind = name.rpartition(".")
         tensors[f"{names.get_name(stem)}.{kind}"] = tensor
-    if rope_divisors is not None:
-        tensors["rope_freqs.weight"] = rope_divisors
+    tensors |= dict(more_tensors or {})
     change(tensors)
 
     tokens = [f"t{i}" for i in range(config.vocab_size)]
     fields: dict[str, object] = {
         "general.type": "model",
-        f"{architecture}.context_length": config.max_position_embeddings,
-        f"{architecture}.embedding_length": config.hidden_size,
-        f"{architecture}.feed_forward_length": config.intermediate_size,
-        f"{architecture}.block_count": config.num_hidden_layers,
-        f"{architecture}.attention.head_count": config.num_attention_heads,
-        f"{architecture}.attention.head_count_kv": config.num_key_value_heads,
-        f"{architecture}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        f"{architecture}.rope.freq_base": config.rope_parameters["rope_theta"],
+        **{f"{architecture}.{key}": value for key, value in _hyperparameters(config).items()},
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": tokens,
@@ -111,6 +123,32 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _hyperparameters(config: Any) -> dict[str, object]:
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    told: dict[str, object] = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": float(rope["rope_theta"]),
+    }
+    if config.model_type in ("qwen3", "gemma2", "gemma3_text"):
+        told |= dict.fromkeys(("attention.key_length", "attention.value_length"), config.head_dim)
+    if config.model_type in ("mistral", "phi3", "gemma2", "gemma3_text"):
+        told["attention.sliding_window"] = config.sliding_window or 0
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, name, None) is not None:
+            told[name] = config.__dict__[name]
+    if config.model_type == "phi3":
+        head_dim = config.hidden_size // config.num_attention_heads
+        told["rope.dimension_count"] = int(rope.get("partial_rotary_factor", 1.0) * head_dim)
+        told["rope.scaling.original_context_length"] = config.original_max_position_embeddings
+    return told
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,31 @@ def test_each_variant_gives_the_logits_of_transformers(
     assert relative_error(logits_of(path), hf_logits(hf_model, make_ids(20), range(20))) <= 1e-4
 
 
+FAMILY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("mistral", {}),
+    "mistral_without_a_window": ("mistral", {"sliding_window": None}),
+    "qwen3": ("qwen3", {}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 4}),
+    "phi3": ("phi3", {"sliding_window": 9}),
+    "phi3_partial_rope": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "gemma2": ("gemma2", {"num_hidden_layers": 3, "query_pre_attn_scalar": 20}),
+    "gemma3": ("gemma3", {"num_hidden_layers": 7, "query_pre_attn_scalar": 20, "sliding_window_pattern": 6}),
+    "olmo2": ("olmo2", {}),
+}
+
+
+@pytest.mark.parametrize("variant", FAMILY_VARIANTS)
+def test_each_family_gives_the_logits_of_transformers(variant: str, tmp_path: Path) -> None:
+    family, changes = FAMILY_VARIANTS[variant]
+    hf_model = make_hf_model(family, **changes)
+    path = write_gguf(tmp_path / "model.gguf", hf_model)
+    expected = hf_logits(hf_model, make_ids(20), range(20))
+    assert relative_error(logits_of(path), expected) <= 1e-4
+
+
 def test_a_head_size_of_its_own_is_read_from_key_length(tmp_path: Path) -> None:
     hf_model = make_hf_model(head_dim=20)
     sizes = {f"llama.{key}": 20 for key in ("attention.key_length", "attention.value_length")}
@@ -113,9 +139,98 @@ def test_rope_freqs_carry_llama3_scaling(first_position: int, tmp_path: Path) ->
     divisors = plain.model.rotary_emb.inv_freq / rotary.inv_freq
     assert divisors.max() > 2
     ops = float32_ops()
-    model = load_model(write_gguf(tmp_path / "model.gguf", hf_model, rope_divisors=divisors), ops).model
+    model = load_model(
+        write_gguf(tmp_path / "model.gguf", hf_model, more_tensors={"rope_freqs.weight": divisors}), ops
+    ).model
     actual = motet_logits(model, ops, make_ids(20), range(20), first_position=first_position)
     assert relative_error(actual, hf_logits(hf_model, make_ids(20), range(20), first_position)) <= 1e-4
+
+
+def rope(kind: str, **more: float) -> dict[str, object]:
+    return {"rope_type": kind, "rope_theta": 10_000.0, "factor": 4.0, **more}
+
+
+SCALINGS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
+    "linear": ("llama", rope("linear"), {"llama.rope.scaling.type": "linear"}),
+    "linear_by_its_factor_alone": ("qwen2", rope("linear"), {}),
+    "yarn": (
+        "qwen3",
+        rope("yarn", original_max_position_embeddings=64),
+        {"qwen3.rope.scaling.type": "yarn", "qwen3.rope.scaling.original_context_length": 64},
+    ),
+    "linear_of_full_layers_alone": (
+        "gemma3",
+        {
+            "full_attention": rope("linear") | {"rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20_000.0},
+        },
+        {"gemma3.rope.scaling.type": "linear", "gemma3.rope.freq_base_swa": 20_000.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_rope_scaling_of_the_metadata_is_that_of_transformers(scaling: str, tmp_path: Path) -> None:
+    family, parameters, metadata = SCALINGS[scaling]
+    changes = {"num_hidden_layers": 6, "sliding_window_pattern": 6, "query_pre_attn_scalar": 20}
+    hf_model = make_hf_model(family, rope_parameters=parameters, **(changes if family == "gemma3" else {}))
+    path = write_gguf(
+        tmp_path / "model.gguf", hf_model, metadata={f"{family}.rope.scaling.factor": 4.0, **metadata}
+    )
+    ops = float32_ops()
+    actual = motet_logits(load_model(path, ops).model, ops, make_ids(20), range(20), first_position=5_000)
+    assert relative_error(actual, hf_logits(hf_model, make_ids(20), range(20), 5_000)) <= 1e-4
+
+
+def test_longrope_comes_in_tensors_of_its_own(tmp_path: Path) -> None:
+    short, long = ([1.0 + i / scale for i in range(6)] for scale in (10, 2))
+    scaling = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": short, "long_factor": long}
+    hf_model = make_hf_model("phi3", rope_parameters=scaling, original_max_position_embeddings=64)
+    tensors = {
+        "rope_factors_short.weight": torch.tensor(short),
+        "rope_factors_long.weight": torch.tensor(long),
+    }
+    magnitude = (1 + math.log(32_768 / 64) / math.log(64)) ** 0.5
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        hf_model,
+        more_tensors=tensors,
+        metadata={"phi3.rope.scaling.attn_factor": magnitude},
+    )
+    assert relative_error(logits_of(path), hf_logits(hf_model, make_ids(20), range(20))) <= 1e-4
+    with pytest.raises(UnsupportedModel, match=r"rope_factors_short\.weight; only a Phi-3"):
+        load_model(write(tmp_path, more_tensors={"rope_factors_short.weight": torch.ones(6)}), float32_ops())
+
+
+def test_the_largest_gemma_scales_attention_by_its_width(tmp_path: Path) -> None:
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    hf_model = make_hf_model("gemma2", num_hidden_layers=46, query_pre_attn_scalar=16, **small)
+    path = write_gguf(tmp_path / "model.gguf", hf_model)
+    assert relative_error(logits_of(path), hf_logits(hf_model, make_ids(20), range(20))) <= 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3"])
+def test_a_file_gives_the_logits_that_transformers_own_reading_of_it_gives(
+    family: str, tmp_path: Path
+) -> None:
+    # What transformers does not read of a file has its default here.
+    gemma = {"num_hidden_layers": 6, "query_pre_attn_scalar": 256, "head_dim": 256}
+    changes: dict[str, Any] = gemma if family.startswith("gemma") else {"head_dim": 64}
+    changes |= {"mistral": {"sliding_window": None}, "qwen3": {"head_dim": 128}}.get(family, {})
+    hf_model = make_hf_model(family, hidden_size=256, intermediate_size=256, **changes)
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        hf_model,
+        weight_type=QuantisationType.Q4_K,
+        metadata={"tokenizer.ggml.padding_token_id": 0},
+    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        gguf_file=path.name,
+        dtype=torch.float32,
+        quantization_config=transformers.GgufConfig(dequantize=True),
+    ).eval()
+    assert relative_error(logits_of(path), hf_logits(theirs, make_ids(20), range(20))) <= 1e-4
 
 
 def test_end_tokens_and_context_length_come_from_the_metadata(tmp_path: Path) -> None:
@@ -135,8 +250,8 @@ def test_an_unsupported_tensor_type_is_named_with_those_that_are_supported(tmp_p
     "metadata",
     [
         {"llama.expert_count": 8},
-        {"llama.rope.scaling.type": "yarn"},
-        {"llama.rope.scaling.factor": 4.0},
+        {"llama.rope.scaling.type": "longrope"},
+        {"llama.rope.scaling.attn_factor": 1.2},
         {"llama.rope.dimension_count": 8},
         {"llama.attention.value_length": 8},
         {"llama.attention.causal": False},
