@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # `as` makes each a public name for type checkers
     from motet.errors import UnsupportedAdapter as UnsupportedAdapter
     from motet.errors import UnsupportedModel as UnsupportedModel
     from motet.lora.pool import AdapterInfo as AdapterInfo
+    from motet.params import LogitsProcessor as LogitsProcessor
     from motet.params import SamplingParams as SamplingParams
     from motet.params import TenantPolicy as TenantPolicy
     from motet.runtime.model_info import ModelInfo as ModelInfo
@@ -71,7 +72,7 @@ _HOMES = {
         "UnsupportedModel",
     ],
     "motet.lora.pool": ["AdapterInfo"],
-    "motet.params": ["SamplingParams", "TenantPolicy"],
+    "motet.params": ["LogitsProcessor", "SamplingParams", "TenantPolicy"],
     "motet.sdk.engine": ["AsyncEngine"],
     "motet.sdk.hooks": ["AdmittedRequest", "FinishedRequest"],
     "motet.runtime.model_info": ["ModelInfo"],

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Protocol, runtime_checkable
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, model_validator
 
 
 def _as_tuple(value: object) -> object:
     """A lone item or any sequence of items, as a tuple."""
-    if isinstance(value, (str, int)):
+    if isinstance(value, (str, int, LogitsProcessor)):
         return (value,)
     return tuple(value) if isinstance(value, Sequence) else value
+
+
+def _with_int_keys(value: object) -> object:
+    """Token ids as JSON writes them, where all keys are strings, as ints."""
+    if not isinstance(value, Mapping):
+        return value
+    return {int(key) if isinstance(key, str) and key.isdecimal() else key: v for key, v in value.items()}
 
 
 MAX_STOP_CHARACTERS = 10_000
@@ -21,13 +28,38 @@ MAX_STOP_CHARACTERS = 10_000
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 NonEmptyStr = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[tuple[TokenId, ...], BeforeValidator(_as_tuple)]
+Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+
+
+@runtime_checkable
+class LogitsProcessor(Protocol):
+    """A function, or an object with `__call__`, that changes one request's logits before a token is chosen.
+
+    It runs on the engine's thread, once for each token of its request, and holds up every other request
+    meanwhile: keep it short. A preemption does not run it again. If it raises, or returns anything but a row
+    as described here, its request ends with `RequestFailed`, which names it; no other request is touched.
+    """
+
+    def __call__(self, token_ids: Any, logits: Any, /) -> Any:
+        """The logits to choose from; the very tensor that was given, changed in place, may be returned.
+
+        token_ids: `torch.Tensor` [n] int64, the prompt and the output so far. logits: `torch.Tensor` [V]
+        float32 over the vocabulary, behind everything else that changes them (see `SamplingParams`); -inf is
+        impossible. Both are copies. Returns [V] float32 on the same device, -inf allowed, NaN and +inf not,
+        with at least one finite number.
+        """
 
 
 class SamplingParams(BaseModel):
     """Frozen; an unknown key or a value out of range is an error (`pydantic.ValidationError`).
 
     None means the model's own `generation_config`; where that has no `do_sample: true`, decoding is greedy.
-    The filters apply in this order: temperature, `top_k`, `top_p`, `min_p`; the likeliest token always stays.
+    What changes logits applies in this order: `repetition_penalty`, `frequency_penalty` and
+    `presence_penalty`, `logit_bias`; then what makes tokens impossible: `min_tokens`, `bad_words`,
+    `allowed_token_ids`; then `logits_processors`, one after the other. Then the filters: temperature, `top_k`,
+    `top_p`, `min_p`; the likeliest token always stays. Log-probabilities are the model's own, before all this.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
@@ -56,7 +88,7 @@ class SamplingParams(BaseModel):
     stop: Annotated[tuple[NonEmptyStr, ...], BeforeValidator(_as_tuple)] = ()
     """Strings that end the request where the first of them is complete."""
 
-    stop_token_ids: Annotated[tuple[TokenId, ...], BeforeValidator(_as_tuple)] = ()
+    stop_token_ids: TokenIds = ()
     """Token ids that end the request, besides the model's own end tokens."""
 
     include_stop: bool = False
@@ -70,6 +102,30 @@ class SamplingParams(BaseModel):
 
     logprobs: int | None = Field(default=None, ge=0, le=1000)
     """Report the log-probability of each token and of this many likeliest ones. None: report none."""
+
+    repetition_penalty: float | None = Field(default=None, gt=0.0)
+    """Divides the positive logits, and multiplies the negative ones, of tokens that stand in the prompt or the
+    output (arXiv 1909.05858). 1 is neutral, more discourages."""
+
+    presence_penalty: Penalty | None = None
+    """Taken off the logit of each token that stands in the output. Negative encourages. None: 0."""
+
+    frequency_penalty: Penalty | None = None
+    """Taken off a token's logit as often as it stands in the output. Negative encourages. None: 0."""
+
+    logit_bias: Annotated[dict[TokenId, Bias], BeforeValidator(_with_int_keys)] | None = None
+    """Added to the logits of these token ids. To forbid tokens for certain, use `bad_words` or
+    `allowed_token_ids`."""
+
+    bad_words: Annotated[tuple[NonEmptyStr, ...], BeforeValidator(_as_tuple)] = ()
+    """Words that are never completed, with or without a space before them. A word is the token ids that the
+    tokenizer gives it alone: inside longer words, or spelt in other tokens, its letters may still appear."""
+
+    allowed_token_ids: TokenIds | None = None
+    """Only these may be chosen. None: all."""
+
+    logits_processors: Annotated[tuple[InstanceOf[LogitsProcessor], ...], BeforeValidator(_as_tuple)] = ()
+    """The application's own changes, one after the other, with the last word. See `LogitsProcessor`."""
 
     @model_validator(mode="after")
     def _check(self) -> SamplingParams:

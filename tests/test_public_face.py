@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import motet
-from motet import AsyncEngine, EngineConfig, SamplingParams, TenantPolicy, Token, TokenStream
+from motet import AsyncEngine, EngineConfig, LogitsProcessor, SamplingParams, TenantPolicy, Token, TokenStream
 
 NAMES = [
     "AdapterError",
@@ -32,6 +32,7 @@ NAMES = [
     "EngineStats",
     "FinishedRequest",
     "InvalidRequest",
+    "LogitsProcessor",
     "ModelError",
     "ModelInfo",
     "ModelNotFound",
@@ -91,6 +92,13 @@ DEFAULTS = {
         "skip_special_tokens": True,
         "ignore_eos": False,
         "logprobs": None,
+        "repetition_penalty": None,
+        "presence_penalty": None,
+        "frequency_penalty": None,
+        "logit_bias": None,
+        "bad_words": (),
+        "allowed_token_ids": None,
+        "logits_processors": (),
     },
     TenantPolicy: {
         "weight": 1.0,
@@ -182,6 +190,22 @@ def test_settings_are_frozen_and_unknown_ones_are_errors(model):
         {"logprobs": -1},
         {"logprobs": 1001},
         {"stop": ["a" * 6000, "b" * 6000]},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": -1.0},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -2.1},
+        {"logit_bias": {5: 101.0}},
+        {"logit_bias": {5: float("nan")}},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {"x": 1.0}},
+        {"logit_bias": [5]},
+        {"bad_words": ["a", ""]},
+        {"bad_words": [5]},
+        {"bad_words": ["\ud800"]},
+        {"allowed_token_ids": [-1]},
+        {"allowed_token_ids": [1.5]},
+        {"logits_processors": [None]},
+        {"logits_processors": "x"},
     ],
     ids=str,
 )
@@ -219,6 +243,20 @@ def test_one_adapter_may_stand_alone():
 
 def test_one_stop_may_stand_alone():
     assert SamplingParams(stop="a", stop_token_ids=5) == SamplingParams(stop=["a"], stop_token_ids=(5,))
+
+
+def test_one_word_one_token_and_one_processor_may_stand_alone():
+    def same(token_ids, logits):
+        return logits
+
+    alone = SamplingParams(bad_words="a", allowed_token_ids=5, logits_processors=same)
+    assert alone == SamplingParams(bad_words=["a"], allowed_token_ids=[5], logits_processors=[same])
+    assert isinstance(same, LogitsProcessor)
+
+
+def test_a_bias_may_come_from_json_whose_keys_are_strings():
+    assert SamplingParams(logit_bias={"5": 1, 6: -2.5}).logit_bias == {5: 1.0, 6: -2.5}
+    assert SamplingParams.model_validate_json('{"logit_bias": {"5": 1}}').logit_bias == {5: 1.0}
 
 
 def test_a_token_is_frozen_and_prints_as_its_text():

@@ -83,8 +83,10 @@ def save_adapter(
     return folder
 
 
-def greedy(model: PreTrainedModel | PeftModel, prompt: list[int], num_tokens: int) -> list[int]:
-    """transformers' own greedy answer, end tokens ignored."""
+def greedy(
+    model: PreTrainedModel | PeftModel, prompt: list[int], num_tokens: int, **options: Any
+) -> list[int]:
+    """transformers' own greedy answer, end tokens ignored. `options` go to its `generate`."""
     x = torch.tensor([prompt])
     with torch.inference_mode():
         y = model.generate(
@@ -94,5 +96,6 @@ def greedy(model: PreTrainedModel | PeftModel, prompt: list[int], num_tokens: in
             do_sample=False,
             eos_token_id=None,
             pad_token_id=2,
+            **options,
         )
     return y[0, len(prompt) :].tolist()

@@ -16,7 +16,7 @@ from motet.runtime.detokenizer import Detokenizer
 from motet.runtime.meter import Meter
 from motet.runtime.request import Delta, FinishReason, Request
 from motet.runtime.statistics import EngineStats, StatisticsKeeper
-from motet.runtime.tokenizer_thread import TokenizerThread
+from motet.runtime.tokenizer_thread import Encoded, TokenizerThread
 
 Deliver = Callable[[Sequence[Delta]], None]
 Command = Callable[["EngineLoop"], object]
@@ -89,10 +89,10 @@ class EngineLoop:
         self._meter.enter(request)
         request.prerequisites.add(PROMPT)
         self._core.scheduler.add(request)
-        if isinstance(prompt, (str, Chat)):
+        if isinstance(prompt, (str, Chat)) or request.params.bad_words:
             self._texts.submit(request, prompt)
         else:
-            self._take_prompt(request, prompt)
+            self._take_prompt(request, Encoded(prompt))
 
     def finish(self, request_id: int, reason: FinishReason, error: MotetError) -> bool:
         """Ends a request in whatever state it is. False if there is no such request any more."""
@@ -123,18 +123,21 @@ class EngineLoop:
         self._meter.count(deltas)
         self._deliver(deltas)
 
-    def _post_prompt(self, request: Request, prompt: list[int] | BaseException) -> None:
+    def _post_prompt(self, request: Request, encoded: Encoded | BaseException) -> None:
         """On the tokenizer's thread."""
         with suppress(MotetError):  # the engine ended meanwhile, and the request with it
-            self._post(lambda loop: loop._take_prompt(request, prompt))
+            self._post(lambda loop: loop._take_prompt(request, encoded))
 
-    def _take_prompt(self, request: Request, prompt: list[int] | BaseException) -> None:
+    def _take_prompt(self, request: Request, encoded: Encoded | BaseException) -> None:
         if request.is_finished:
             return
         try:
-            if isinstance(prompt, BaseException):
-                raise prompt
+            if isinstance(encoded, BaseException):
+                raise encoded
+            prompt = encoded.prompt
             self.runtime.intake.check_prompt(prompt, request.params)
+            if encoded.bad_words:
+                request.sampling = self.runtime.intake.forbid(request.sampling, encoded.bad_words)
             request.set_prompt(prompt, Detokenizer(self._tokenizer, prompt, request.params))
         except MotetError as error:
             self.finish(request.request_id, FinishReason.ERROR, error)

@@ -12,6 +12,7 @@ from torch import Tensor
 from motet.kernels.ops import AttentionPlan, Ops
 from motet.lora.arena import AdapterArena
 from motet.lora.batch import LoRABatch
+from motet.runtime.logits_rules import RequestRules
 from motet.runtime.scheduler_output import IN_FLIGHT, Chunk, NewRequest, SamplingSpec, SchedulerOutput
 
 
@@ -35,6 +36,8 @@ class ForwardBatch:
     """R times: for whom."""
     sampling: tuple[tuple[SamplingSpec, int], ...]
     """R times (how to choose, which output token of its request it is)."""
+    ruled: tuple[tuple[int, RequestRules], ...]
+    """(which of the R rows, the rules for its logits), of those that have some."""
 
 
 @dataclass(slots=True)
@@ -45,6 +48,7 @@ class _Row:
     """Its row in the block-table buffer."""
     adapter_slot: int
     sampling: SamplingSpec
+    rules: RequestRules | None
     num_blocks: int = 0
     last_token_id: int = -1
 
@@ -96,6 +100,7 @@ class BatchBuilder:
         )
         slots = np.repeat([row.adapter_slot for row in rows], q_lens)
         sampled = [i for i, chunk in enumerate(chunks) if chunk.output_index >= 0]
+        rules = [rows[i].rules for i in sampled]
         return ForwardBatch(
             input_ids=torch.tensor(
                 [t for row, chunk in zip(rows, chunks, strict=True) for t in _ids(row, chunk)]
@@ -107,14 +112,22 @@ class BatchBuilder:
             logits_rows=torch.from_numpy(cu_seqlens_q[1:][sampled] - 1),
             request_ids=tuple(chunks[i].request_id for i in sampled),
             sampling=tuple((rows[i].sampling, chunks[i].output_index) for i in sampled),
+            ruled=tuple((r, own) for r, own in enumerate(rules) if own is not None),
         )
 
     def note_sampled(self, request_id: int, token_id: int) -> None:
-        """Remembers a request's newest token for a plan that names it only as in flight."""
-        self._rows[request_id].last_token_id = token_id
+        """Remembers a request's newest token: a plan may name it only as in flight, and rules look at it."""
+        row = self._rows[request_id]
+        row.last_token_id = token_id
+        if row.rules is not None:
+            row.rules.note(token_id)
 
     def _new_row(self, new: NewRequest) -> _Row:
-        row = _Row(self._free_rows.pop(), new.adapter_slot, new.sampling)
+        spec = new.sampling
+        rules = None
+        if spec.rules is not None:
+            rules = RequestRules(spec.rules, new.token_ids, new.num_prompt_tokens)
+        row = _Row(self._free_rows.pop(), new.adapter_slot, spec, rules)
         self._block_tables[row.index] = -1
         return row
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from motet.errors import InvalidRequest, PromptTooLong
 from motet.params import SamplingParams
 from motet.runtime.block_hash import root_hash
 from motet.runtime.request import Clock, Request
-from motet.runtime.scheduler_output import SamplingSpec
+from motet.runtime.scheduler_output import LogitsRules, SamplingSpec
 from motet.runtime.tenants import Tenants
 
 if TYPE_CHECKING:
@@ -66,12 +66,15 @@ class Intake:
                 f"logprobs is {params.logprobs}, but the vocabulary has {self.vocab_size} tokens"
             )
         self.check_ids(params.stop_token_ids, "stop_token_ids")
+        self.check_ids(params.allowed_token_ids or (), "allowed_token_ids")
+        self.check_ids(tuple(params.logit_bias or ()), "logit_bias")
         request_id = next(self._request_ids)
         sampling = self._resolve(params, request_id)
         if params.min_tokens and len(sampling.end_token_ids) == self.vocab_size:
             raise InvalidRequest(
                 "min_tokens asks for a token that ends nothing, but every token is an end token"
             )
+        self._check_possible(sampling)
         return Request(
             request_id=request_id,
             params=params,
@@ -90,6 +93,14 @@ class Intake:
                 self.tenants.sharing_scope(tenant),
             ),
         )
+
+    def forbid(self, sampling: SamplingSpec, bad_words: tuple[tuple[int, ...], ...]) -> SamplingSpec:
+        """The same with its bad words as token ids. Raises InvalidRequest if they do not fit the model."""
+        for word in bad_words:
+            self.check_ids(word, "bad_words")
+        sampling = replace(sampling, rules=replace(sampling.rules or LogitsRules(), bad_words=bad_words))
+        self._check_possible(sampling)
+        return sampling
 
     def check_prompt(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         """Raises InvalidRequest or PromptTooLong if the prompt cannot be served."""
@@ -144,7 +155,36 @@ class Intake:
             logprobs=params.logprobs,
             min_tokens=params.min_tokens,
             end_token_ids=end_token_ids,
+            rules=self._rules(params),
         )
+
+    def _rules(self, params: SamplingParams) -> LogitsRules | None:
+        """All but the bad words, whose token ids are not known yet."""
+        repetition_penalty = params.repetition_penalty or self.defaults.repetition_penalty
+        rules = LogitsRules(
+            repetition_penalty=repetition_penalty or 1.0,
+            frequency_penalty=params.frequency_penalty or 0.0,
+            presence_penalty=params.presence_penalty or 0.0,
+            logit_bias=tuple((params.logit_bias or {}).items()),
+            allowed_token_ids=params.allowed_token_ids,
+            processors=params.logits_processors,
+        )
+        return None if rules == LogitsRules() else rules
+
+    def _check_possible(self, sampling: SamplingSpec) -> None:
+        """Raises InvalidRequest if the bans leave no token for the beginning."""
+        rules = sampling.rules
+        if rules is None:
+            return
+        banned = {word[0] for word in rules.bad_words if len(word) == 1}
+        if sampling.min_tokens:
+            banned |= sampling.end_token_ids
+        allowed = range(self.vocab_size) if rules.allowed_token_ids is None else rules.allowed_token_ids
+        if banned.issuperset(allowed):
+            raise InvalidRequest(
+                "no token is left to choose: allowed_token_ids without the bad_words, and without the end tokens "
+                "while min_tokens are to come, is empty; allow more or forbid less"
+            )
 
     def _seed_of(self, request_id: int) -> int:
         digest = blake2b(f"{self.seed}:{request_id}".encode(), digest_size=8).digest()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from motet.errors import RequestFailed
 from motet.kernels.ops import Ops
 from motet.lora.arena import AdapterArena
 from motet.runtime.forward_batch import BatchBuilder
@@ -60,14 +61,14 @@ class ModelRunner:
         batch = self._batches.build(plan)
         logits = self._model.forward(batch, self._kv_caches)
         samples: dict[int, tuple[Sample, ...]] = {}
-        faults: dict[int, str] = {}
+        faults: dict[int, RequestFailed] = {}
         if batch.request_ids:
-            chosen = sample(self._ops, logits, batch.sampling)
+            chosen = sample(self._ops, logits, batch.sampling, batch.ruled)
             for request_id, token in zip(batch.request_ids, chosen, strict=True):
-                if token is None:
+                if isinstance(token, RequestFailed):
                     # A plan made meanwhile may name the token as in flight: any id will do, nobody reads on.
                     self._batches.note_sampled(request_id, 0)
-                    faults[request_id] = "the model's logits are not finite; are the adapter's weights sound?"
+                    faults[request_id] = token
                 else:
                     samples[request_id] = (token,)
                     self._batches.note_sampled(request_id, token.token_id)

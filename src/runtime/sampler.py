@@ -8,24 +8,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from motet.errors import RequestFailed
 from motet.kernels import philox
 from motet.kernels.ops import Ops, SamplingRows
+from motet.runtime.logits_rules import RequestRules, apply_rules
 from motet.runtime.scheduler_output import Sample, SamplingSpec
 
 Row = tuple[SamplingSpec, int]
 """How to choose, and the index of the output token that is chosen."""
 
 
-def sample(ops: Ops, logits: Tensor, rows: Sequence[Row]) -> list[Sample | None]:
-    """One token for each row of logits [R, V] float32; None where a row's logits are not finite."""
+def sample(
+    ops: Ops, logits: Tensor, rows: Sequence[Row], ruled: Sequence[tuple[int, RequestRules]] = ()
+) -> list[Sample | RequestFailed]:
+    """One token for each row of logits [R, V] float32, or why it has none.
+
+    `ruled`: the rules of the rows that have some, by index, in order.
+    """
     # A sum meets every NaN and Inf of its row, several times cheaper than a look at each number.
     finite = logits.sum(-1).isfinite()
     sound = logits if bool(finite.all()) else logits.masked_fill(~finite[:, None], 0.0)
-    chosen = ops.sample(_without_early_ends(sound, rows), _sampling_rows(rows))
-    samples: list[Sample | None] = [Sample(token_id) for token_id in chosen.tolist()]
+    possible = _without_early_ends(sound, rows)
+    faults: dict[int, RequestFailed] = {}
+    if ruled:
+        is_finite = finite.tolist()
+        possible, faults = apply_rules(possible, [(i, rules) for i, rules in ruled if is_finite[i]])
+    chosen = ops.sample(possible, _sampling_rows(rows))
+    samples: list[Sample | RequestFailed] = [Sample(token_id) for token_id in chosen.tolist()]
     for i, with_logprobs in _with_logprobs(ops, sound, chosen, rows).items():
         samples[i] = with_logprobs
-    return [s if ok else None for s, ok in zip(samples, finite.tolist(), strict=True)]
+    for i in (~finite).nonzero().flatten().tolist():
+        samples[i] = RequestFailed("the model's logits are not finite; are the adapter's weights sound?")
+    for i, fault in faults.items():
+        samples[i] = fault
+    return samples
 
 
 def _without_early_ends(logits: Tensor, rows: Sequence[Row]) -> Tensor:

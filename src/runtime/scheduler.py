@@ -162,7 +162,7 @@ class Scheduler:
             num_tokens = min(request.num_uncomputed_tokens, max(1, budget - len(unvisited))) if ready else 0
             if num_tokens > 0:
                 if request.request_id not in self._num_blocks_sent:
-                    new.append(NewRequest(request.request_id, request.adapter_slot, request.sampling))
+                    new.append(_new(request))
                 chunks.append(self._chunk(request, num_tokens))
                 budget -= num_tokens
         if not chunks:
@@ -264,7 +264,7 @@ class Scheduler:
     def _take_samples(self, request: Request, chunk: Chunk, result: StepResult) -> list[Delta]:
         fault = result.faults.get(request.request_id)
         if fault is not None:
-            request.finish_reason, request.error = FinishReason.ERROR, RequestFailed(fault)
+            request.finish_reason, request.error = FinishReason.ERROR, fault
             return [Delta(request, None)]
         if request.max_output_tokens == 0 and chunk.start + len(chunk.token_ids) == request.num_prompt_tokens:
             request.finish_reason = FinishReason.LENGTH
@@ -329,3 +329,15 @@ class Scheduler:
             holds = bool(self.kv.table(request))
             assert holds == (request.status is RequestStatus.RUNNING or request.num_in_flight > 0)
             assert not request.is_finished or request.num_in_flight > 0, "an ended request is kept"
+
+
+def _new(request: Request) -> NewRequest:
+    """Full data, as it stands: whoever is told anew has nothing in flight."""
+    token_ids = request.token_ids if request.sampling.rules is not None else ()
+    return NewRequest(
+        request.request_id,
+        request.adapter_slot,
+        request.sampling,
+        tuple(token_ids),
+        request.num_prompt_tokens,
+    )

@@ -8,8 +8,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from motet.errors import RequestFailed
+from motet.params import LogitsProcessor
+
 IN_FLIGHT = -1
 """In `Chunk.token_ids`: the token that the plan before this one samples for the same request."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsRules:
+    """What changes a request's logits before a token is chosen, in the order in which it applies.
+
+    Each default is neutral. See `SamplingParams` for the meanings.
+    """
+
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added)."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token ids, at least one each: the last of them is impossible behind the others."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    processors: tuple[LogitsProcessor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +47,8 @@ class SamplingSpec:
     min_tokens: int
     end_token_ids: frozenset[int]
     """End and stop tokens: impossible as one of the first `min_tokens` tokens."""
+    rules: LogitsRules | None = None
+    """None: all neutral, and nothing is spent on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +59,10 @@ class NewRequest:
     adapter_slot: int
     """Where its adapter's weights are; -1: the base model alone."""
     sampling: SamplingSpec
+    token_ids: tuple[int, ...] = ()
+    """Its prompt and the output so far; empty without `SamplingSpec.rules`, which alone look at them."""
+    num_prompt_tokens: int = 0
+    """So many of `token_ids` are the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,5 +103,5 @@ class StepResult:
     """What one plan brought, by request id."""
 
     samples: dict[int, tuple[Sample, ...]]
-    faults: dict[int, str] = field(default_factory=dict)
-    """Requests that could not get a token, and why; the others are not touched."""
+    faults: dict[int, RequestFailed] = field(default_factory=dict)
+    """Requests that could not get a token, each with its error; the others are not touched."""

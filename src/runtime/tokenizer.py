@@ -23,6 +23,8 @@ class Tokenizer:
         self._backend = backend
         self.vocab_size: int = backend.get_vocab_size()
         added = backend.get_added_tokens_decoder()
+        unknown: str | None = getattr(backend.model, "unk_token", None)
+        self._unknown_id = None if unknown is None else backend.token_to_id(unknown)
         self._special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self.byte_token_ids: frozenset[int] = frozenset(_byte_token_ids(backend))
         """Tokens of byte fallback, `<0x00>` to `<0xFF>`. The decoder turns a whole run of them into text
@@ -44,6 +46,29 @@ class Tokenizer:
         # `Tokenizer.encode` would hold the GIL: 0.2 s for 256k characters, and no event loop runs meanwhile.
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
+
+    def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token ids that spell each word inside a text: at its beginning, and behind a space.
+
+        Raises `InvalidRequest` for a word that the vocabulary cannot spell.
+        """
+        return tuple({ids: None for word in words for ids in self._spellings(word)})
+
+    def _spellings(self, word: str) -> Iterator[tuple[int, ...]]:
+        bare = word.removeprefix(" ")
+        found: list[tuple[int, ...]] = []
+        for encoding in self._backend.encode_batch_fast([bare, " " + bare], add_special_tokens=False):
+            ids = tuple(encoding.ids)
+            # What ends with a shorter spelling is impossible together with it.
+            if (
+                ids
+                and self._unknown_id not in ids
+                and not any(ids[-len(known) :] == known for known in found)
+            ):
+                found.append(ids)
+        if not found:
+            raise InvalidRequest(f"bad_words: the model's vocabulary has no tokens that spell {word!r}")
+        yield from found
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The ids' text; ids behind the vocabulary have none."""

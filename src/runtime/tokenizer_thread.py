@@ -1,16 +1,27 @@
-"""TokenizerThread: turns prompts into token ids beside the engine thread, one after another."""
+"""TokenizerThread: turns requests' texts into token ids beside the engine thread, one after another."""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from motet.runtime.chat_template import Chat, ChatTemplate
 from motet.runtime.request import Request
 from motet.runtime.tokenizer import Tokenizer
 
-Take = Callable[[Request, "list[int] | BaseException"], None]
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A request's texts as token ids."""
+
+    prompt: list[int]
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """As `Tokenizer.spellings` gives them."""
+
+
+Take = Callable[[Request, "Encoded | BaseException"], None]
 
 END_PATIENCE = 10.0
 """Seconds that `close` waits for the text in hand."""
@@ -19,7 +30,7 @@ END_PATIENCE = 10.0
 class TokenizerThread:
     """A thread with a tokenizer of its own (one cannot be shared between threads).
 
-    `take` is called on it with each request and its token ids, or with what the tokenizer or the chat template
+    `take` is called on it with each request and what was encoded, or with what the tokenizer or the chat template
     raised. `chat_template` may be None if no conversation is ever submitted.
     A thread of our own because an executor's would have the interpreter's end wait for every queued text.
     """
@@ -28,11 +39,12 @@ class TokenizerThread:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._take = take
-        self._texts: queue.SimpleQueue[tuple[Request, str | Chat] | None] = queue.SimpleQueue()
+        self._texts: queue.SimpleQueue[tuple[Request, str | Chat | list[int]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="motet-tokenizer", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request, prompt: str | Chat) -> None:
+    def submit(self, request: Request, prompt: str | Chat | list[int]) -> None:
+        """Takes a prompt that is no ids yet, or whose request has other texts."""
         self._texts.put((request, prompt))
 
     def close(self) -> None:
@@ -47,14 +59,17 @@ class TokenizerThread:
             if request.is_finished:
                 continue
             try:
-                token_ids: list[int] | BaseException = self._encode(prompt)
+                words = self._tokenizer.spellings(request.params.bad_words)
+                encoded: Encoded | BaseException = Encoded(self._encode(prompt), words)
             except BaseException as exc:  # a panic in native code is no Exception
-                token_ids = exc
-            self._take(request, token_ids)
+                encoded = exc
+            self._take(request, encoded)
 
-    def _encode(self, prompt: str | Chat) -> list[int]:
+    def _encode(self, prompt: str | Chat | list[int]) -> list[int]:
         if isinstance(prompt, str):
             return self._tokenizer.encode(prompt)
+        if isinstance(prompt, list):
+            return prompt
         assert self._chat_template is not None, "a conversation for a model without a chat template"
         # The template writes the special tokens itself.
         return self._tokenizer.encode(self._chat_template.render(prompt), add_special_tokens=False)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
+from motet.errors import RequestFailed
 from motet.params import SamplingParams
 from motet.runtime.block_hash import root_hash
 from motet.runtime.block_pool import BlockPool
@@ -25,6 +26,7 @@ from motet.runtime.scheduler import Scheduler
 from motet.runtime.scheduler_output import (
     IN_FLIGHT,
     Chunk,
+    LogitsRules,
     NewRequest,
     Sample,
     SamplingSpec,
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from motet.runtime.detokenizer import Detokenizer
 
 VOCAB_SIZE = 13
+RULES = LogitsRules(repetition_penalty=1.5)
+"""Any but None has the fake model look at the request's tokens, as the tensor side knows them."""
 END = 0
 """The end token of requests made with `end_token_ids=(END,)`."""
 
@@ -71,7 +75,12 @@ class FakeDetokenizer:
 
 
 def make_sampling(
-    *, seed: int = 0, min_tokens: int = 0, end_token_ids: Iterable[int] = (), temperature: float = 0.0
+    *,
+    seed: int = 0,
+    min_tokens: int = 0,
+    end_token_ids: Iterable[int] = (),
+    temperature: float = 0.0,
+    rules: LogitsRules | None = None,
 ) -> SamplingSpec:
     return SamplingSpec(
         temperature=temperature,
@@ -82,6 +91,7 @@ def make_sampling(
         logprobs=None,
         min_tokens=min_tokens,
         end_token_ids=frozenset(end_token_ids),
+        rules=rules,
     )
 
 
@@ -101,13 +111,14 @@ def make_request(
     prerequisites: Iterable[str] = (),
     clock: Callable[[], float] | None = None,
     detokenizer: FakeDetokenizer | None = None,
+    rules: LogitsRules | None = None,
 ) -> Request:
     """A request with its prompt; ids are also the order of arrival. Each adapter slot has a digest of its own."""
     digest = None if adapter_slot < 0 else b"adapter %d" % adapter_slot
     request = Request(
         request_id=request_id,
         params=SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens),
-        sampling=make_sampling(seed=seed, min_tokens=min_tokens, end_token_ids=end_token_ids),
+        sampling=make_sampling(seed=seed, min_tokens=min_tokens, end_token_ids=end_token_ids, rules=rules),
         max_total_tokens=max_total_tokens,
         clock=clock or FakeClock(),
         priority=priority,
@@ -176,7 +187,7 @@ def solo_run(request: Request) -> tuple[list[int], FinishReason]:
         states: list[int] = []
         for token_id in prompt + output:
             states.append(_kv_of(states[-1] if states else 0, token_id, request.adapter_slot))
-        output.append(_choose(states, request.sampling, len(output)))
+        output.append(_choose(states, request.sampling, len(output), prompt + output))
         if output[-1] in request.sampling.end_token_ids and len(output) > request.params.min_tokens:
             return output, FinishReason.STOP
     return output, FinishReason.LENGTH
@@ -186,10 +197,13 @@ def _kv_of(before: int, token_id: int, adapter_slot: int) -> int:
     return hash((before, token_id, adapter_slot))
 
 
-def _choose(states: Sequence[int], sampling: SamplingSpec, output_index: int) -> int:
+def _choose(
+    states: Sequence[int], sampling: SamplingSpec, output_index: int, token_ids: Sequence[int]
+) -> int:
     masked = sampling.end_token_ids if output_index < sampling.min_tokens else frozenset()
     candidates = [token_id for token_id in range(VOCAB_SIZE) if token_id not in masked]
-    return candidates[hash((*states, sampling.seed)) % len(candidates)]
+    seen = () if sampling.rules is None else tuple(token_ids)
+    return candidates[hash((*states, sampling.seed, *seen)) % len(candidates)]
 
 
 @dataclass
@@ -210,6 +224,8 @@ class _Row:
     num_tokens: int | None = None
     """Tokens whose KV is there; None before the first chunk."""
     last_sample: int | None = None
+    token_ids: list[int] = field(default_factory=list)
+    """What rules would look at."""
 
 
 @dataclass
@@ -238,7 +254,7 @@ class FakeRunner:
         self.rows: dict[int, _Row] = {}
         self.plans: list[SchedulerOutput] = []
         self.in_flight: deque[_Handle] = deque()
-        self.faults: dict[int, str] = {}
+        self.faults: dict[int, RequestFailed] = {}
         """Requests to report as faulty in the next plan that names them."""
         self.cells_read_from: dict[int, set[int]] = {}
         """By request: which requests had computed the cells that it read."""
@@ -256,18 +272,20 @@ class FakeRunner:
             del self.rows[request_id]
         for new in plan.new:
             assert new.request_id not in self.rows, "told twice"
-            self.rows[new.request_id] = _Row(new)
+            self.rows[new.request_id] = _Row(new, token_ids=list(new.token_ids))
         assert len(self.rows) <= self.max_num_seqs, "no row left"
         assert 0 < sum(len(chunk.token_ids) for chunk in plan.chunks) <= self.max_num_batched_tokens
         counts = Counter(chunk.request_id for chunk in plan.chunks)
         assert set(counts.values()) == {1}, "one chunk a request"
         samples: dict[int, tuple[Sample, ...]] = {}
-        faults: dict[int, str] = {}
+        faults: dict[int, RequestFailed] = {}
         for chunk in plan.chunks:
             self._compute(chunk)
             if chunk.request_id in self.faults:
                 faults[chunk.request_id] = self.faults.pop(chunk.request_id)
-                self.rows[chunk.request_id].last_sample = END  # the next plan may be on its way and name it
+                row = self.rows[chunk.request_id]
+                row.last_sample = END  # the next plan may be on its way and name it
+                row.token_ids += [END] * (chunk.output_index >= 0)
             elif chunk.output_index >= 0:
                 samples[chunk.request_id] = (self._sample(chunk),)
         named = {block_id for chunk in plan.chunks for block_id in self.rows[chunk.request_id].block_ids}
@@ -297,7 +315,10 @@ class FakeRunner:
         row = self.rows[chunk.request_id]
         assert row.num_tokens is not None
         states = self._read(chunk.request_id, row.num_tokens)
-        row.last_sample = _choose(states, row.new.sampling, chunk.output_index)
+        if row.new.sampling.rules is not None:
+            assert len(row.token_ids) == row.new.num_prompt_tokens + chunk.output_index
+        row.last_sample = _choose(states, row.new.sampling, chunk.output_index, row.token_ids)
+        row.token_ids.append(row.last_sample)
         return Sample(row.last_sample)
 
     def _read(self, request_id: int, num_tokens: int) -> list[int]:

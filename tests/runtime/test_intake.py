@@ -12,6 +12,7 @@ from motet.params import SamplingParams
 from motet.runtime.block_hash import root_hash
 from motet.runtime.intake import Intake
 from motet.runtime.request import Request, RequestStatus
+from motet.runtime.scheduler_output import LogitsRules
 
 EOS = 2
 
@@ -31,6 +32,7 @@ def make_intake(
         "top_k": None,
         "top_p": None,
         "min_p": None,
+        "repetition_penalty": None,
         **defaults,
     }
     return Intake(
@@ -205,3 +207,56 @@ def test_case_8_a_name_loaded_again_shares_a_root_only_if_its_content_is_the_sam
         for generation, digest in ((1, b"A"), (2, b"A"), (3, b"changed"))
     )
     assert old == reloaded != changed
+
+
+# -- rules for logits ------------------------------------------------------------------------------------------
+
+
+def test_a_request_without_rules_has_none() -> None:
+    neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {}}
+    for params in (SamplingParams(), SamplingParams(**neutral)):
+        assert make(make_intake(), params).sampling.rules is None
+
+
+def test_rules_are_resolved_with_the_models_own_repetition_penalty() -> None:
+    intake = make_intake(repetition_penalty=1.2)
+    assert make(intake).sampling.rules == LogitsRules(repetition_penalty=1.2)
+    assert make(intake, SamplingParams(repetition_penalty=1.0)).sampling.rules is None
+    params = SamplingParams(
+        presence_penalty=1, frequency_penalty=-0.5, logit_bias={3: 2.0}, allowed_token_ids=(3, 4)
+    )
+    assert make(intake, params).sampling.rules == LogitsRules(1.2, -0.5, 1.0, ((3, 2.0),), (), (3, 4))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"logit_bias": {0: 1.0, 100: 1.0}}, "logit_bias: token id 100 is outside the vocabulary"),
+        ({"allowed_token_ids": (0, 100)}, "allowed_token_ids: token id 100 is outside"),
+        ({"allowed_token_ids": ()}, "no token is left to choose"),
+        ({"allowed_token_ids": (EOS, 3), "min_tokens": 1}, "no token is left to choose"),
+    ],
+    ids=str,
+)
+def test_case_27_ids_outside_the_vocabulary_and_nothing_allowed_are_refused(
+    wrong: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        make(make_intake(), SamplingParams(**wrong))
+
+
+def test_case_27_allowed_without_bad_words_must_leave_something() -> None:
+    intake = make_intake()
+    few = make(intake, SamplingParams(allowed_token_ids=(7, 8, EOS), min_tokens=1)).sampling
+    assert intake.forbid(few, ((7,), (8, 8))).rules == LogitsRules(
+        bad_words=((7,), (8, 8)), allowed_token_ids=(7, 8, EOS)
+    )
+    with pytest.raises(InvalidRequest, match="no token is left to choose"):
+        intake.forbid(few, ((7,), (8,)))
+    everything = tuple((token_id,) for token_id in range(100))
+    plain = make(intake).sampling
+    assert intake.forbid(plain, everything[1:]).rules == LogitsRules(bad_words=everything[1:])
+    with pytest.raises(InvalidRequest, match="no token is left to choose"):
+        intake.forbid(plain, everything)
+    with pytest.raises(InvalidRequest, match="bad_words: token id 100 is outside"):
+        intake.forbid(plain, ((1, 100),))

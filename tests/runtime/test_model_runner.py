@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,10 +31,12 @@ def make_runtime(folder: Path, released: list[Request], depth: int, **config: ob
     return build_runtime(folder, settings, released.append, depth=depth)
 
 
-def add(runtime: Runtime, prompt: list[int], num_tokens: int, adapter: str | None = None) -> Request:
+def add(
+    runtime: Runtime, prompt: list[int], num_tokens: int, adapter: str | None = None, **params: Any
+) -> Request:
     ref = runtime.adapters.acquire(adapter) if adapter is not None else None
     request = runtime.intake.make_request(
-        SamplingParams(max_tokens=num_tokens, ignore_eos=True),
+        SamplingParams(max_tokens=num_tokens, ignore_eos=True, **params),
         tenant="t",
         adapter=ref,
         adapter_slot=runtime.adapters.slot(ref) if ref is not None else -1,
@@ -103,3 +106,29 @@ def test_plans_in_flight_give_the_same_tokens(
     assert len(released) == 7
     assert runtime.core.scheduler.kv.pool.num_free == 24
     assert not runtime.core._runner._batches._rows.keys() - set(runtime.core.scheduler._dropped)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_case_18_penalties_see_every_token_preempted_and_with_plans_in_flight(
+    tiny_folder: Path, tiny_model: LlamaForCausalLM, released: list[Request], depth: int
+):
+    block_bytes = 2 * 2 * 2 * 16 * 4 * 4
+    runtime = make_runtime(
+        tiny_folder, released, depth, block_size=4, kv_cache_bytes=16 * block_bytes, max_num_batched_tokens=16
+    )
+    penalties = [1.0, 1.3, 0.8] * 4
+    prompts = [*PROMPTS, *(prompt[3:] for prompt in PROMPTS[:5])]
+    requests = [
+        add(runtime, prompt, 36, repetition_penalty=penalty)
+        for prompt, penalty in zip(prompts, penalties, strict=True)
+    ]
+    for request in requests[1::3]:
+        word = tuple(greedy(tiny_model, request.token_ids, 2, repetition_penalty=1.3))
+        request.sampling = runtime.intake.forbid(request.sampling, (word,))
+    run(runtime)
+    for request, prompt, penalty in zip(requests, prompts, penalties, strict=True):
+        rules = request.sampling.rules
+        words = [list(word) for word in rules.bad_words] if rules is not None else []
+        expected = greedy(tiny_model, prompt, 36, repetition_penalty=penalty, bad_words_ids=words or None)
+        assert request.token_ids[len(prompt) :] == expected
+    assert sum(request.num_preemptions > 0 for request in requests if request.sampling.rules is not None) >= 3

@@ -501,7 +501,7 @@ def test_case_24_a_fault_ends_its_request_alone(depth: int) -> None:
     faulty, other = make_request((1,), request_id=0), make_request((2,), request_id=1)
     add_all(scheduler, faulty, other)
     core.step()
-    runner.faults[0] = "its logits are not finite"
+    runner.faults[0] = RequestFailed("its logits are not finite")
     run_until_done(core)
     assert faulty.finish_reason is FinishReason.ERROR
     assert isinstance(faulty.error, RequestFailed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from fakes import END, FakeClock, make_core, make_request, make_scheduler, solo_run
+from fakes import END, RULES, FakeClock, make_core, make_request, make_scheduler, solo_run
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 from motet.errors import DeadlineExceeded, RequestAborted, RequestFailed
 from motet.runtime.policy import POLICIES
 from motet.runtime.request import Delta, FinishReason, Request, RequestStatus
+from motet.runtime.scheduler_output import LogitsRules
 from strategies import FEW, MANY, prompts
 
 NEVER = float("inf")
@@ -81,6 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ends=st.booleans(),
         wait=st.sampled_from([NEVER, NEVER, NEVER, 0.0, 4.0]),
         blocked=st.sampled_from([False, False, True]),
+        rules=st.sampled_from([None, RULES]),
     )
     def add(
         self,
@@ -93,6 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ends: bool,
         wait: float,
         blocked: bool,
+        rules: LogitsRules | None,
     ) -> None:
         request = make_request(
             prompt[: self.capacity - min(max_tokens, 1)],
@@ -108,6 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prerequisites={"tokenizing"} if blocked else (),
             seed=len(self.requests) % 2,
             clock=self.clock,
+            rules=rules,
         )
         self.take_in(request)
 
@@ -138,7 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         request_id = data.draw(st.integers(0, len(self.requests)))  # one past the end: unknown
         if kind == "fault":
-            self.runner.faults[request_id] = "not a number"
+            self.runner.faults[request_id] = RequestFailed("not a number")
             self.faulty.add(request_id)
         else:
             self.end(request_id, FinishReason.ABORT)

@@ -15,6 +15,8 @@ from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from motet.errors import CorruptCheckpoint, InvalidRequest, UnsupportedModel
 from motet.runtime.tokenizer import Tokenizer, TokenizerSource
+from tests.runtime.small_tokenizers import byte_fallback, byte_level
+from tests.tiny import tiny_tokenizer
 
 TEXTS = [
     "",
@@ -341,3 +343,39 @@ def test_the_demo_tokenizer_is_light(demo_tokenizer_metadata: dict[str, object])
     started = time.thread_time()
     TokenizerSource.from_gguf(demo_tokenizer_metadata).build()
     assert time.thread_time() - started < 1.0  # 0.2 s on an idle machine
+
+
+# -- spellings of words ----------------------------------------------------------------------------------------
+
+
+def test_a_word_is_spelt_with_and_without_a_space_before_it(demo: Tokenizer) -> None:
+    words = ["fox", " dog", "incomprehensibility"]
+    spelt = [tuple(demo.encode(text)) for word in words for text in (word.strip(), " " + word.strip())]
+    assert demo.spellings(words) == tuple(spelt)
+    assert len(spelt[0]) == len(spelt[1]) == 1 and len(spelt[4]) > 1
+    assert demo.spellings(()) == ()
+
+
+def test_a_spelling_that_ends_with_a_shorter_one_is_left_out() -> None:
+    letters = byte_level()
+    assert letters.spellings(["bc"]) == (tuple(letters.encode("bc")),)
+    assert letters.spellings(["a"]) == (tuple(letters.encode("a")), tuple(letters.encode(" a")))
+    assert letters.spellings([" "]) == (tuple(letters.encode(" ")),)
+    llama_2 = byte_fallback()
+    assert llama_2.spellings(["ab"]) == (tuple(llama_2.encode("ab")),)
+
+
+def test_a_word_is_spelt_without_the_tokens_around_a_prompt_and_special_tokens_are_words() -> None:
+    backend = tiny_tokenizer()
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.encode("a")[0] == 0
+    assert tokenizer.spellings(["a", "</s>"]) == ((tokenizer.encode("a")[1],), (1,))
+
+
+def test_case_27_a_word_that_the_vocabulary_cannot_spell_is_an_invalid_request() -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "fox": 1}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    assert Tokenizer(backend).spellings(["fox"]) == ((1,),)
+    with pytest.raises(InvalidRequest, match=r"bad_words: .*no tokens that spell 'dog'"):
+        Tokenizer(backend).spellings(["fox", "dog"])

@@ -11,7 +11,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from motet.errors import CorruptCheckpoint
 
-_NOT_APPLIED = MappingProxyType({"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "typical_p": 1.0})
+_NOT_APPLIED = MappingProxyType(
+    {
+        "no_repeat_ngram_size": 0,
+        "typical_p": 1.0,
+        "bad_words_ids": None,
+        "sequence_bias": None,
+        "suppress_tokens": None,
+        "begin_suppress_tokens": None,
+    }
+)
 """Keys of generation_config.json that change tokens but are not applied, with their neutral values."""
 
 
@@ -25,6 +34,7 @@ class GenerationDefaults(BaseModel):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
 
 
 def read_generation_defaults(generation_config: Mapping[str, Any]) -> GenerationDefaults:

@@ -19,14 +19,15 @@ def test_no_generation_config_means_greedy() -> None:
     assert defaults == GenerationDefaults()
     assert not defaults.do_sample
     assert defaults.temperature is defaults.top_p is defaults.top_k is defaults.min_p is None
+    assert defaults.repetition_penalty is None
 
 
 def test_what_transformers_writes_is_read_back() -> None:
     written = GenerationConfig(
-        do_sample=True, temperature=0.7, top_p=0.8, top_k=20, min_p=0.05
+        do_sample=True, temperature=0.7, top_p=0.8, top_k=20, min_p=0.05, repetition_penalty=1.05
     ).to_diff_dict()
     assert read_generation_defaults(written) == GenerationDefaults(
-        do_sample=True, temperature=0.7, top_p=0.8, top_k=20, min_p=0.05
+        do_sample=True, temperature=0.7, top_p=0.8, top_k=20, min_p=0.05, repetition_penalty=1.05
     )
 
 
@@ -36,19 +37,20 @@ def test_null_and_integer_values_are_understood() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"temperature": -1}, {"top_p": 2.0}, {"top_k": "many"}, {"do_sample": "yes"}]
+    "bad",
+    [{"temperature": -1}, {"top_p": 2.0}, {"top_k": "many"}, {"do_sample": "yes"}, {"repetition_penalty": 0}],
 )
 def test_a_value_out_of_its_range_is_corrupt(bad: dict[str, Any]) -> None:
     with pytest.raises(CorruptCheckpoint, match=next(iter(bad))):
         read_generation_defaults(bad)
 
 
-def test_a_penalty_that_is_not_applied_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_applied_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "motet"):
-        read_generation_defaults({"repetition_penalty": 1.0})
+        read_generation_defaults({"no_repeat_ngram_size": 0, "bad_words_ids": None})
         assert not caplog.records
-        read_generation_defaults({"repetition_penalty": 1.1})
-    assert "repetition_penalty=1.1" in caplog.text
+        read_generation_defaults({"no_repeat_ngram_size": 3, "bad_words_ids": [[5]]})
+    assert "no_repeat_ngram_size=3" in caplog.text and "bad_words_ids=[[5]]" in caplog.text
 
 
 @pytest.mark.parametrize(
