@@ -26,6 +26,7 @@ from prometheus_client.utils import floatToGoString
 from motet.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from motet.lora.pool import AdapterInfo
     from motet.runtime.engine_thread import EngineThread
     from motet.runtime.meter import Histogram, Meter
 
@@ -153,6 +154,7 @@ class _Families:
                 "CPU time of the whole process, all its engines and the application",
             ),
             (gauge, "adapters", "Loaded adapters, by where their weights are", "residency"),
+            (gauge, "adapter_device_bytes", "Memory on the device that loaded adapters take"),
             (counter, "adapter_requests", "Requests that ended, by adapter", "adapter"),
             (counter, "adapter_prompt_tokens", "Prompt tokens of requests that ran, by adapter", "adapter"),
             (counter, "adapter_output_tokens", "Tokens generated, by adapter", "adapter"),
@@ -171,9 +173,8 @@ class _Families:
         self._value("process_cpu_seconds", time.process_time(), engine)
         self._add_statistics(engine, meter)
         self._add_meter(engine, meter)
-        infos = [] if loop is None else loop.runtime.adapters.infos()
-        for residency in RESIDENCIES:
-            self._value("adapters", sum(info.residency == residency for info in infos), engine, residency)
+        if loop is not None:
+            self._add_adapters(engine, loop.runtime.adapters.infos())
 
     def _add_statistics(self, engine: str, meter: Meter) -> None:
         statistics = meter.statistics
@@ -206,6 +207,12 @@ class _Families:
                 self._value(f"{kind}_requests", tally.requests, engine, name)
                 self._value(f"{kind}_prompt_tokens", tally.prompt_tokens, engine, name)
                 self._value(f"{kind}_output_tokens", tally.output_tokens, engine, name)
+
+    def _add_adapters(self, engine: str, infos: list[AdapterInfo]) -> None:
+        on_device = [info.bytes for info in infos if info.residency == "device"]
+        self._value("adapter_device_bytes", sum(on_device), engine)
+        for residency in RESIDENCIES:
+            self._value("adapters", sum(info.residency == residency for info in infos), engine, residency)
 
     def _value(self, name: str, value: float, *labels: str) -> None:
         self._by_name[name].add_metric(labels, value)

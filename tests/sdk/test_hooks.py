@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +29,10 @@ from motet import (
     RequestAborted,
     RequestFailed,
     SamplingParams,
+    Usage,
 )
+from motet.sdk.hooks import Listeners, RequestReport
+from motet.sdk.stream import StreamEnd
 from tests.sdk.checks import settled, until
 from tests.sdk.conftest import CONFIG
 
@@ -187,8 +191,21 @@ async def test_a_hook_that_blocks_holds_up_no_stream_and_misses_nothing(tiny_fol
             assert len((await engine.generate([5, 6], SHORT, request_id=f"{i}")).token_ids) == 8
         await settled(engine)
         assert told == []
-        gate.set()
+        threading.Timer(0.2, gate.set).start()  # while the engine closes
     assert told == list("01234"), "all are told when the engine is closed"
+
+
+def test_a_request_that_ends_before_its_caller_could_announce_it_is_announced_first():
+    calls: list[Callable[[], object]] = []
+    told: list[str] = []
+    listeners = Listeners(lambda request: told.append("admit"), lambda request: told.append("finish"))
+    report = RequestReport(AdmittedRequest("a", "id", "x", None, None), listeners, calls.append, None)
+    usage = Usage(1, 0, 0, 0, None, None, 0.0, ())
+    report.finish(StreamEnd(usage, (5,), "abort", None, RequestAborted("gone")))
+    report.admit()
+    for call in calls:
+        call()
+    assert told == ["admit", "finish"]
 
 
 @pytest.mark.anyio

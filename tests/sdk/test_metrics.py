@@ -99,6 +99,7 @@ async def test_the_counts_of_a_known_run_are_exact(
         await settled(engine)
         series = scrape(registry)
         stats = engine.stats()
+        (info,) = engine.adapters()
     prompt, output = 40 + 40 + 3 + 2, 8 + 8 + 3 + aborted
     expected = {
         "up": 1,
@@ -136,6 +137,7 @@ async def test_the_counts_of_a_known_run_are_exact(
         assert value(series, f"{kind}_prompt_tokens_total", engine="a", **{kind: name}) == prompts
         assert value(series, f"{kind}_output_tokens_total", engine="a", **{kind: name}) == outputs
     assert value(series, "adapters", engine="a", residency="device") == 1
+    assert value(series, "adapter_device_bytes", engine="a") == info.bytes > 0
     assert value(series, "process_cpu_seconds_total", engine="a") > 0
     usage = first.usage
     assert 0 < usage.ttft <= value(series, "time_to_first_token_seconds_sum", engine="a")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -95,6 +96,20 @@ async def test_a_span_lies_under_the_span_in_which_the_request_was_made(tiny_fol
     assert found["inner"].parent.span_id == outer.get_span_context().span_id
     assert found["inner"].context.trace_id == outer.get_span_context().trace_id
     assert found["root"].parent is None
+
+
+@pytest.mark.anyio
+async def test_a_chat_is_named_as_one(tiny_folder: Path, tmp_path: Path, spans: Spans):
+    folder = tmp_path / "chatty"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
+    async with AsyncEngine(folder, CONFIG, tracing=spans.provider) as engine:
+        await engine.chat([{"role": "user", "content": "hello"}], SHORT, request_id="talk").result()
+    span = spans.by_id()["talk"]
+    assert (span.name, span.attributes["gen_ai.operation.name"]) == (f"chat {folder}", "chat")
+    assert span.attributes["gen_ai.usage.input_tokens"] == 5
 
 
 @pytest.mark.anyio
