@@ -28,12 +28,15 @@ class LoRASlices(NamedTuple):
     A linear packed from P projections (q, k and v, say) has P slices with weights and ranks of their own.
     For adapter slot s and slice p, with r = `rank[s, p]` (0: not adapted):
     A is `arena[a_offset[s, p]:][: r * in_features]` seen as [r, in_features];
-    B is `arena[b_offset[s, p]:][: out * r]` seen as [out, r], the adapter's scaling folded in.
+    B is `arena[b_offset[s, p]:][: out * r]` seen as [out, r], the adapter's scaling folded in;
+    scale is `arena[scale_offset[s, p]:][: out]`, shift likewise; offset -1: there is none.
     """
 
     a_offset: Tensor  # [slots, P] int64, in elements
     b_offset: Tensor  # [slots, P] int64, in elements
     rank: Tensor  # [slots, P] int64
+    scale_offset: Tensor  # [slots, P] int64, in elements
+    shift_offset: Tensor  # [slots, P] int64, in elements
     columns: tuple[tuple[int, int], ...]  # P times (first, last + 1) column of the linear's output
 
 
@@ -157,6 +160,25 @@ class Ops(ABC):
 
         h from `lora_shrink` with the same slices and segments; out [T, N] D.
         """
+
+    @abstractmethod
+    def lora_rescale(self, arena: Tensor, slices: LoRASlices, segments: Tensor, out: Tensor) -> None:
+        """out[t, columns of p] = out · scale + shift of (slot of t, p), in place: for DoRA (arXiv 2402.09353) and
+        for biases of an adapter's own. Comes before `lora_expand`; out [T, N] D.
+        """
+
+    @abstractmethod
+    def lora_shrink_ids(
+        self, ids: Tensor, vocab_size: int, arena: Tensor, slices: LoRASlices, segments: Tensor
+    ) -> Tensor:
+        """`lora_shrink` of x that is 1 at ids[t] and 0 elsewhere: h[t, p] = A[slot of t, p][:, ids[t]].
+
+        ids [T] int64, each A [r, vocab_size]. Returns h [T, P, R], as `lora_shrink` does.
+        """
+
+    @abstractmethod
+    def unpack_linear(self, weight: Tensor) -> Tensor:
+        """The [N, K] that `pack_linear` made `weight` of, in D; it may share the memory."""
 
     @abstractmethod
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:

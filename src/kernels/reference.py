@@ -43,6 +43,9 @@ class ReferenceOps(Ops):
         # The same [N, K], stored column by column: MKL's products with 4 to 63 rows run twice as fast so.
         return weight.t().contiguous().t()
 
+    def unpack_linear(self, weight: Tensor) -> Tensor:
+        return weight
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if weight.is_contiguous() and 4 <= x.shape[0] < 64:
             # An unpacked weight (a tied embedding): for few rows MKL is faster on the transposed product.
@@ -161,6 +164,31 @@ class ReferenceOps(Ops):
             self._gathered = cache.new_empty(num_slots, cache.shape[1])
         gathered = torch.index_select(cache, 0, slots, out=self._gathered[:num_slots])
         return gathered.view(-1, *kv.both.shape[1:])
+
+    def lora_rescale(self, arena: Tensor, slices: LoRASlices, segments: Tensor, out: Tensor) -> None:
+        slots = segments[:, 0]
+        scales, shifts = slices.scale_offset[slots].tolist(), slices.shift_offset[slots].tolist()
+        for (_, first, last), scale_of, shift_of in zip(segments.tolist(), scales, shifts, strict=True):
+            for (left, right), scale, shift in zip(slices.columns, scale_of, shift_of, strict=True):
+                y = out[first:last, left:right]
+                if scale >= 0:
+                    y *= arena[scale : scale + right - left]
+                if shift >= 0:
+                    y += arena[shift : shift + right - left]
+
+    def lora_shrink_ids(
+        self, ids: Tensor, vocab_size: int, arena: Tensor, slices: LoRASlices, segments: Tensor
+    ) -> Tensor:
+        slots = segments[:, 0]
+        ranks, offsets = slices.rank[slots].tolist(), slices.a_offset[slots].tolist()
+        width = max((r for row in ranks for r in row), default=0)
+        h = arena.new_empty(len(ids), len(slices.columns), width)
+        for (_, first, last), rank, offset_of in zip(segments.tolist(), ranks, offsets, strict=True):
+            for p, (offset, r) in enumerate(zip(offset_of, rank, strict=True)):
+                if r:
+                    a = arena[offset : offset + r * vocab_size].view(r, vocab_size)
+                    h[first:last, p, :r] = a[:, ids[first:last]].t()
+        return h
 
     def lora_shrink(self, x: Tensor, arena: Tensor, slices: LoRASlices, segments: Tensor) -> Tensor:
         slots = segments[:, 0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,8 @@ from motet.lora.extents import Extents
 from motet.lora.sites import LoRASite
 
 _FIRST_SLOTS = 8
+_NOTHING = (0, 0, 0, -1, -1)
+"""A column of the table for a projection that the adapter leaves alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +25,7 @@ class PackedAdapter:
     """An adapter as its extent holds it, in host memory."""
 
     layout: Tensor
-    """Its part of the arena's table, as if its extent began at 0. [3, projections]"""
+    """Its part of the arena's table, as if its extent began at 0. [5, projections]"""
     data: Tensor
     """[size], in the arena's dtype, on the CPU."""
 
@@ -34,7 +36,8 @@ class PackedAdapter:
 
 
 class AdapterArena:
-    """One flat tensor that holds every resident adapter: A and B of each adapted projection, end to end.
+    """One flat tensor that holds every resident adapter: of each adapted projection A, B, scale and shift (those
+    that there are), end to end.
 
     No adapter is padded to the rank of another. An adapter lies in one extent, so an arena in use can have
     more bytes free in all than the largest adapter that it still takes.
@@ -57,8 +60,9 @@ class AdapterArena:
         self._extents = Extents(self.data.numel())
         self._held: dict[int, tuple[int, int]] = {}  # slot -> (offset, size) in elements
         self._free_slots: list[int] = []
-        # a_offset, b_offset, rank of each slot and projection; rank 0: not adapted. [3, slots, projections]
-        self._table = torch.zeros(3, 0, len(self._modules), dtype=torch.int64, device=device)
+        # As in `LoRASlices`: a_offset, b_offset, rank, scale_offset, shift_offset. [5, slots, projections]
+        self._table = torch.zeros(len(_NOTHING), 0, len(self._modules), dtype=torch.int64, device=device)
+        self._rescaling: frozenset[int] = frozenset()
         self._slices: tuple[LoRASlices, ...] = ()
         self._grow()
 
@@ -70,6 +74,15 @@ class AdapterArena:
         """The tables of one site, with every slot that `place` has returned so far."""
         return self._slices[site_index]
 
+    def rescales(self, slots: Iterable[int]) -> bool:
+        """Whether an adapter in one of the slots has a scale or a shift."""
+        return not self._rescaling.isdisjoint(slots)
+
+    def adapts(self, slots: Iterable[int], site_index: int) -> bool:
+        """Whether an adapter in one of the slots changes anything at the site."""
+        slices = self._slices[site_index]
+        return any((slices.rank[slot] > 0).any() or (slices.shift_offset[slot] >= 0).any() for slot in slots)
+
     def nbytes(self, slot: int) -> int:
         """What the adapter in `slot` takes of `capacity_bytes`."""
         return self._held[slot][1] * self.data.itemsize
@@ -78,10 +91,11 @@ class AdapterArena:
         """`weights` cast to the arena's dtype and laid end to end. On any thread; the arena is not touched."""
         layout, size = self._layout(weights)
         data = torch.empty(size, dtype=self.data.dtype)
-        for module, a_offset, b_offset, _ in zip(self._modules, *layout.tolist(), strict=True):
+        for module, a, b, _, *extras in zip(self._modules, *layout.tolist(), strict=True):
             if module in weights.modules:
-                for offset, tensor in zip((a_offset, b_offset), weights.modules[module], strict=True):
-                    data[offset : offset + tensor.numel()].view(tensor.shape).copy_(tensor)
+                for offset, tensor in zip((a, b, *extras), weights.modules[module], strict=True):
+                    if tensor is not None:
+                        data[offset : offset + tensor.numel()].view(tensor.shape).copy_(tensor)
         return PackedAdapter(layout, data)
 
     def fits(self, nbytes: int, without: Collection[int] = ()) -> bool:
@@ -95,9 +109,10 @@ class AdapterArena:
         packed = adapter if isinstance(adapter, PackedAdapter) else self.pack(adapter)
         with self._lock:
             slot, offset = self._reserve(packed.data.numel())
-            layout = packed.layout.to(self._table.device, copy=True)
-            layout[:2] += offset
-            self._table[:, slot] = layout
+            layout = _moved(packed.layout, offset)
+            self._table[:, slot] = layout.to(self._table.device)
+            if (layout[3:] >= 0).any():
+                self._rescaling |= {slot}
         # Outside of the lock: nobody else knows the slot yet, so nobody waits and nobody sees it half done.
         self.data[offset : offset + packed.data.numel()].copy_(packed.data)
         return slot
@@ -106,15 +121,15 @@ class AdapterArena:
         """What `place` copied in. The slot stays."""
         with self._lock:
             offset, size = self._held[slot]
-            layout = self._table[:, slot].cpu().clone()
-        layout[:2] -= offset
-        return PackedAdapter(layout, self.data[offset : offset + size].cpu().clone())
+            layout = self._table[:, slot].cpu()
+        return PackedAdapter(_moved(layout, -offset), self.data[offset : offset + size].cpu().clone())
 
     def remove(self, slot: int) -> None:
         """Takes the slot and its memory back. No step in flight may use it."""
         with self._lock:
             offset, _ = self._held.pop(slot)
-            self._table[:, slot] = 0
+            self._table[:, slot] = self._table.new_tensor(_NOTHING)[:, None]
+            self._rescaling -= {slot}
             self._extents.free(offset)
             self._free_slots.append(slot)
 
@@ -124,28 +139,37 @@ class AdapterArena:
             self._extents.check_integrity()
             assert self._extents.used == sum(size for _, size in self._held.values())
             assert sorted([*self._held, *self._free_slots]) == list(range(self._table.shape[1]))
-            assert not self._table[:, self._free_slots].any()
+            assert (self._table[:, self._free_slots].cpu() == torch.tensor(_NOTHING)[:, None, None]).all()
+            assert self._rescaling == set((self._table[3:] >= 0).any(0).any(1).nonzero().flatten().tolist())
             for slot, (offset, size) in self._held.items():
                 end = offset
                 rows = zip(*self._table[:, slot].tolist(), self._features, strict=True)
-                for a_offset, b_offset, rank, (in_features, out_features) in rows:
+                for a_offset, b_offset, rank, *extras, (in_features, out_features) in rows:
                     if rank:
                         assert (a_offset, b_offset) == (end, end + rank * in_features)
                         end = b_offset + rank * out_features
+                    for extra in extras:
+                        assert extra in (-1, end)
+                        end += out_features if extra >= 0 else 0
                 assert end == offset + size
 
     def _layout(self, weights: LoRAWeights) -> tuple[Tensor, int]:
-        """The slot's part of the table if its extent began at 0 [3, projections], and the extent's size."""
+        """The slot's part of the table if its extent began at 0 [5, projections], and the extent's size."""
         assert weights.modules.keys() <= set(self._modules)
-        layout = torch.zeros(3, len(self._modules), dtype=torch.int64)
+        layout = torch.tensor(_NOTHING)[:, None].repeat(1, len(self._modules))
         end = 0
         for column, (module, features) in enumerate(zip(self._modules, self._features, strict=True)):
             if module in weights.modules:
-                a, b = weights.modules[module]
+                a, b, *extras = weights.modules[module]
                 rank = len(a)
                 assert (a.shape[1], b.shape[0], b.shape[1]) == (*features, rank)
-                layout[:, column] = torch.tensor([end, end + a.numel(), rank])
+                layout[:3, column] = torch.tensor([end, end + a.numel(), rank])
                 end += a.numel() + b.numel()
+                for row, extra in enumerate(extras, 3):
+                    if extra is not None:
+                        assert extra.shape == (features[1],)
+                        layout[row, column] = end
+                        end += extra.numel()
         return layout, end
 
     def _reserve(self, size: int) -> tuple[int, int]:
@@ -168,16 +192,27 @@ class AdapterArena:
     def _grow(self) -> None:
         """Twice as many slots in a new table. Who still reads the old one finds all that it knows there."""
         before = self._table.shape[1]
-        table = self._table.new_zeros(3, 2 * before or _FIRST_SLOTS, len(self._modules))
+        slots = 2 * before or _FIRST_SLOTS
+        table = self._table.new_tensor(_NOTHING)[:, None, None].repeat(1, slots, len(self._modules))
         table[:, :before] = self._table
         self._table = table
         self._free_slots.extend(reversed(range(before, table.shape[1])))
         slices = []
         first = 0
         for site in self._sites:
-            a_offset, b_offset, rank = table[:, :, first : first + len(site.modules)]
+            a_offset, b_offset, rank, scale_offset, shift_offset = table[
+                :, :, first : first + len(site.modules)
+            ]
             ends = [sum(site.out_features[: i + 1]) for i in range(len(site.modules))]
             columns = tuple(zip([0, *ends[:-1]], ends, strict=True))
-            slices.append(LoRASlices(a_offset, b_offset, rank, columns))
+            slices.append(LoRASlices(a_offset, b_offset, rank, scale_offset, shift_offset, columns))
             first += len(site.modules)
         self._slices = tuple(slices)  # readers take no lock: one assignment shows all of it
+
+
+def _moved(layout: Tensor, by: int) -> Tensor:
+    """An adapter's part of the table with its extent moved."""
+    layout = layout.clone()
+    layout[:2] += by
+    layout[3:] += by * (layout[3:] >= 0)
+    return layout

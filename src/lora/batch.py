@@ -25,13 +25,29 @@ class LoRABatch:
         slots, lengths = torch.unique_consecutive(self.row_slot.cpu(), return_counts=True)
         ends = lengths.cumsum(0)
         self.segments = torch.stack((slots, ends - lengths, ends), dim=1)[slots >= 0]
+        self._slots = self.segments[:, 0].tolist()
+        self._rescales = arena.rescales(self._slots)
+
+    def adapts(self, site: LoRASite) -> bool:
+        """Whether any row's adapter acts at `site`. For the few sites where to know it saves work."""
+        return self._arena.adapts(self._slots, site.index)
+
+    def of_rows(self, rows: Tensor) -> LoRABatch:
+        """The batch of the rows [R] int64 alone, for what is not computed for every row."""
+        return LoRABatch(self._arena, self.row_slot[rows])
 
     def add_delta(self, ops: Ops, site: LoRASite, x: Tensor, out: Tensor) -> None:
-        """out[t] += the delta of row t's adapter on `site`, in place (SGMV, arXiv 2310.18547).
+        """Makes of out[t] what row t's adapter makes of it at `site`, in place (SGMV, arXiv 2310.18547).
 
-        x [T, in_features] is the linear's input, out [T, sum(out_features)] its output, before any epilogue.
+        x [T, in_features] is the linear's input, out [T, sum(out_features)] its output, before any epilogue. At an
+        embedding x is [T] int64, the ids.
         """
-        if len(self.segments):
-            slices = self._arena.slices(site.index)
-            h = ops.lora_shrink(x, self._arena.data, slices, self.segments)
-            ops.lora_expand(h, self._arena.data, slices, self.segments, out)
+        if self._slots:
+            arena, slices = self._arena.data, self._arena.slices(site.index)
+            if self._rescales:
+                ops.lora_rescale(arena, slices, self.segments, out)
+            if site.role == "embedding":
+                h = ops.lora_shrink_ids(x, site.in_features, arena, slices, self.segments)
+            else:
+                h = ops.lora_shrink(x, arena, slices, self.segments)
+            ops.lora_expand(h, arena, slices, self.segments, out)

@@ -54,7 +54,8 @@ def make_case(ranks: list[list[int]], k: int, outs: list[int], ops: Ops, seed: i
     ends = torch.tensor(outs).cumsum(0).tolist()
     columns = tuple(zip([0, *ends[:-1]], ends, strict=True))
     arena = torch.cat([*chunks, torch.full((3,), NAN, dtype=ops.dtype)])
-    return Case(arena, LoRASlices(a_offset, b_offset, torch.tensor(ranks), columns), dense)
+    none = torch.full_like(a_offset, -1)
+    return Case(arena, LoRASlices(a_offset, b_offset, torch.tensor(ranks), none, none, columns), dense)
 
 
 def check(case: Case, segments: list[tuple[int, int, int]], rows: int, ops: Ops, tolerance: float) -> None:
@@ -132,3 +133,57 @@ def test_out_may_be_a_part_of_a_wider_tensor() -> None:
     )
     wide[1:4, 2:5] = 0
     assert not wide.any()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    outs=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    row_slot=st.lists(st.integers(-1, 2), max_size=12),
+    absent=st.sets(st.tuples(st.integers(0, 1), st.integers(0, 2), st.integers(0, 2))),
+)
+def test_rescale_multiplies_and_shifts_the_columns_of_those_that_have_a_scale_or_a_shift(
+    outs: list[int], row_slot: list[int], absent: set[tuple[int, int, int]]
+) -> None:
+    ends = torch.tensor(outs).cumsum(0).tolist()
+    columns = tuple(zip([0, *ends[:-1]], ends, strict=True))
+    arena = torch.randn(2 * 3 * ends[-1])
+    offsets = torch.full((2, 3, len(outs)), -1)
+    base = torch.randn(len(row_slot), ends[-1])
+    expected = base.clone()
+    for kind in range(2):  # scale before shift
+        for slot in range(3):
+            for p, (left, right) in enumerate(columns):
+                if (kind, slot, p) not in absent:
+                    offsets[kind, slot, p] = at = (kind * 3 + slot) * ends[-1] + left
+                    vector = arena[at : at + right - left]
+                    for t in (t for t, s in enumerate(row_slot) if s == slot):
+                        y = expected[t, left:right]
+                        expected[t, left:right] = y + vector if kind else y * vector
+    none = torch.full_like(offsets[0], 0)
+    segments = torch.tensor([(s, t, t + 1) for t, s in enumerate(row_slot) if s >= 0]).long().view(-1, 3)
+    out = base.clone()
+    OPS["float32"].lora_rescale(arena, LoRASlices(none, none, none, *offsets, columns), segments, out)
+    torch.testing.assert_close(out, expected)
+    base_rows = torch.tensor(row_slot) < 0
+    assert torch.equal(out[base_rows], base[base_rows])
+
+
+def test_shrink_of_ids_is_shrink_of_rows_with_a_single_one() -> None:
+    vocab_size = 33
+    case = make_case([[4], [9], [0]], vocab_size, [5], OPS["float32"])
+    ids = torch.randint(vocab_size, (7,))
+    ids[3:5] = -1  # a base row's id is not looked at
+    segments = torch.tensor([[1, 0, 2], [0, 2, 3], [2, 5, 6], [0, 6, 7]])
+    h = OPS["float32"].lora_shrink_ids(ids, vocab_size, case.arena, case.slices, segments)
+    one_hot = torch.nn.functional.one_hot(ids.clamp(min=0), vocab_size).float()
+    dense = OPS["float32"].lora_shrink(one_hot, case.arena, case.slices, segments)
+    assert h.shape == dense.shape == (7, 1, 9)
+    for slot, first, last in segments.tolist():
+        rank = int(case.slices.rank[slot, 0])
+        torch.testing.assert_close(h[first:last, 0, :rank], dense[first:last, 0, :rank])
+
+
+def test_a_packed_weight_can_be_had_back() -> None:
+    weight = torch.randn(5, 3)
+    ops = OPS["float32"]
+    assert torch.equal(ops.unpack_linear(ops.pack_linear(weight.clone())), weight)

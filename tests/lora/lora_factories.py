@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
-from motet.lora.adapter import LoRAWeights
+from motet.lora.adapter import LoRAWeights, ModuleLoRA
 from motet.lora.arena import AdapterArena
 from motet.lora.sites import LoRASite
 
@@ -20,13 +20,27 @@ MODULES = tuple(FEATURES)
 _digests = itertools.count(1)
 
 
-def make_weights(ranks: Mapping[str, int], *, value: float | None = None) -> LoRAWeights:
+def make_weights(
+    ranks: Mapping[str, int],
+    *,
+    value: float | None = None,
+    scaled: Collection[str] = (),
+    shifted: Collection[str] = (),
+) -> LoRAWeights:
     """Weights of the given ranks, random or all A and B equal to `value`; each call has a digest of its own."""
 
     def tensor(*shape: int) -> torch.Tensor:
         return torch.randn(shape) if value is None else torch.full(shape, value)
 
-    modules = {m: (tensor(r, FEATURES[m][0]), tensor(FEATURES[m][1], r)) for m, r in ranks.items()}
+    modules = {
+        m: ModuleLoRA(
+            tensor(r, FEATURES[m][0]),
+            tensor(FEATURES[m][1], r),
+            tensor(FEATURES[m][1]) if m in scaled else None,
+            tensor(FEATURES[m][1]) if m in shifted else None,
+        )
+        for m, r in ranks.items()
+    }
     return LoRAWeights(next(_digests).to_bytes(32, "big"), modules)
 
 
@@ -37,21 +51,25 @@ def make_arena(capacity_bytes: int = 1 << 16) -> AdapterArena:
     return arena
 
 
-def weights_in(arena: AdapterArena, slot: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def weights_in(arena: AdapterArena, slot: int) -> dict[str, ModuleLoRA]:
     """What an op finds in the slot."""
     found = {}
     for site in SITES:
         slices = arena.slices(site.index)
         for p, (module, n) in enumerate(zip(site.modules, site.out_features, strict=True)):
-            a, b, r = (int(table[slot, p]) for table in slices[:3])
-            if r:
-                k = site.in_features
-                found[module] = (arena.data[a : a + r * k].view(r, k), arena.data[b : b + n * r].view(n, r))
+            a, b, r, *extras = (int(table[slot, p]) for table in slices[:5])
+            k = site.in_features
+            scale, shift = (None if at < 0 else arena.data[at : at + n] for at in extras)
+            if r or shift is not None:
+                lora = arena.data[a : a + r * k].view(r, k), arena.data[b : b + n * r].view(n, r)
+                found[module] = ModuleLoRA(*lora, scale, shift)
     return found
 
 
 def holds(arena: AdapterArena, slot: int, weights: LoRAWeights) -> bool:
     found = weights_in(arena, slot)
     return found.keys() == weights.modules.keys() and all(
-        torch.equal(x, y) for m in found for x, y in zip(found[m], weights.modules[m], strict=True)
+        y is None if x is None else torch.equal(x, y)
+        for m in found
+        for x, y in zip(found[m], weights.modules[m], strict=True)
     )

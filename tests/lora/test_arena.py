@@ -117,3 +117,35 @@ def test_the_integrity_check_sees_weights_outside_their_extent() -> None:
             arena.check_integrity()
         table[slot, 0] = before
     arena.check_integrity()
+
+
+def test_scales_and_shifts_are_kept_beside_the_lora_or_without_one() -> None:
+    arena = make_arena()
+    ranks = {"q": 2, "k": 0, "o": 3}
+    weights = make_weights(ranks, scaled=["q"], shifted=["q", "k"])
+    plain = make_weights(ranks | {"k": 1})
+    slots = [arena.place(plain), arena.place(weights), arena.place(plain)]
+    assert arena.nbytes(slots[1]) == weights.nbytes == 4 * (2 * 7 + 3 * 8 + 4 + 4 + 2)
+    assert holds(arena, slots[1], weights)
+    assert holds(arena, slots[0], plain)
+    assert [arena.rescales([slot]) for slot in slots] == [False, True, False]
+    assert arena.rescales(slots)
+    assert not arena.rescales([])
+    arena.check_integrity()
+    arena.remove(slots[1])
+    arena.check_integrity()
+    assert not arena.rescales(slots)
+    assert arena.place(plain) == slots[1]
+    assert not arena.rescales(slots)
+    assert holds(arena, slots[1], plain)
+
+
+def test_it_is_known_at_which_sites_an_adapter_acts() -> None:
+    arena = make_arena()
+    q, o = arena.place(make_weights({"q": 2})), arena.place(make_weights({"o": 0}, shifted=["o"]))
+    assert [arena.adapts(slots, site) for slots in ([q], [o], [q, o], []) for site in (0, 1)] == [
+        *(True, False),
+        *(False, True),
+        *(True, True),
+        *(False, False),
+    ]

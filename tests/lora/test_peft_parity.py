@@ -108,7 +108,7 @@ def test_weights_are_cast_to_the_arenas_dtype(
     x = torch.randn(3, sites[1].in_features).bfloat16()
     out = torch.zeros(3, sum(sites[1].out_features), dtype=torch.bfloat16)
     LoRABatch(arena, [slot, -1, slot]).add_delta(ops, sites[1], x, out)
-    a, b = weights.modules[sites[1].modules[0]]
+    a, b, *_ = weights.modules[sites[1].modules[0]]
     expected = x.float() @ a.t() @ b.t()
     assert (out[[0, 2]] - expected[[0, 2]]).abs().max() <= 0.02 * expected.abs().max()
     assert not out[1].any()

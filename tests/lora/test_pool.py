@@ -217,7 +217,7 @@ class PoolMachine(RuleBasedStateMachine):
             first = min(
                 int(offset)
                 for site in SITES
-                for offset, rank in zip(*(t[slot] for t in self.arena.slices(site.index)[::2]), strict=False)
+                for offset, rank in zip(*(t[slot] for t in self.arena.slices(site.index)[:3:2]), strict=False)
                 if rank
             )
             starts.append((first, load.weights.nbytes // 4))

@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from motet.errors import AdapterLoadError, UnsupportedAdapter
-from motet.lora.adapter import LoRAWeights, read_adapter
+from motet.lora.adapter import LoRAWeights, ModuleLoRA, read_adapter
 from motet.lora.sites import LoRASite
 
 Sites = tuple[LoRASite, ...]
@@ -46,7 +47,9 @@ def rename(folder: Path, new_name: Callable[[str], str]) -> Path:
 
 def same(a: LoRAWeights, b: LoRAWeights) -> bool:
     return a.modules.keys() == b.modules.keys() and all(
-        torch.equal(x, y) for m in a.modules for x, y in zip(a.modules[m], b.modules[m], strict=True)
+        torch.equal(x, y)
+        for m in a.modules
+        for x, y in zip(a.modules[m].tensors(), b.modules[m].tensors(), strict=True)
     )
 
 
@@ -59,7 +62,8 @@ def test_every_tensor_is_read_with_the_scaling_in_b(make_adapter: MakeAdapter, s
     saved = load_file(folder / "adapter_model.safetensors")
     assert 2 * len(weights.modules) == len(saved)
     assert (weights.rank, weights.nbytes) == (8, 4 * sum(x.numel() for x in saved.values()))
-    for module, (a, b) in weights.modules.items():
+    for module, (a, b, scale, shift) in weights.modules.items():
+        assert scale is shift is None
         assert torch.equal(a, saved[f"base_model.model.{module}.lora_A.weight"])
         torch.testing.assert_close(b, saved[f"base_model.model.{module}.lora_B.weight"] * 20 / 8)
 
@@ -125,7 +129,7 @@ def test_other_float_dtypes_become_float32(
 ) -> None:
     folder = edit_tensors(make_adapter(), lambda ts: {k: t.to(dtype) for k, t in ts.items()})
     cast = load_file(folder / "adapter_model.safetensors")
-    a, b = read_adapter(folder, sites).modules["model.layers.0.self_attn.q_proj"]
+    a, b, *_ = read_adapter(folder, sites).modules["model.layers.0.self_attn.q_proj"]
     assert a.dtype == b.dtype == torch.float32
     assert torch.equal(a, cast[f"{Q0}.lora_A.weight"].float())
 
@@ -133,7 +137,7 @@ def test_other_float_dtypes_become_float32(
 def test_path_may_be_text_and_weights_do_not_follow_the_file(make_adapter: MakeAdapter, sites: Sites) -> None:
     folder = make_adapter()
     weights = read_adapter(str(folder), sites)
-    copies = {module: (a.clone(), b.clone()) for module, (a, b) in weights.modules.items()}
+    copies = {module: ModuleLoRA(a.clone(), b.clone()) for module, (a, b, *_) in weights.modules.items()}
     path = folder / "adapter_model.safetensors"
     size = path.stat().st_size
     with path.open("r+b") as file:  # in place: the same file
@@ -186,8 +190,7 @@ def test_digest_changes_with_all_that_changes_the_result(make_adapter: MakeAdapt
     "stray",
     [
         "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight",
-        "base_model.model.model.layers.0.self_attn.qkv_proj.lora_A.weight",
-        "base_model.model.model.layers.0.mlp.gate_up_proj.lora_B.weight",
+        "base_model.model.model.layers.0.self_attn.qk_proj.lora_A.weight",
         "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight",
         "base_model.model.model.layers.0.self_attn.q_proj.lora_C.weight",
         "base_model.model.model.layers.0.self_attn.q_proj.weight",
@@ -219,14 +222,14 @@ def test_case_15_half_a_lora_is_an_error(side: str, make_adapter: MakeAdapter, s
     def cut(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {k: t for k, t in tensors.items() if k != f"{Q0}.lora_{side}.weight"}
 
-    with pytest.raises(AdapterLoadError, match="lack the other") as caught:
+    with pytest.raises(AdapterLoadError, match=r"lacks what .* promises") as caught:
         read_adapter(edit_tensors(make_adapter(), cut), sites)
-    assert f"{Q0}.lora_{'AB'.replace(side, '')}.weight" in str(caught.value)
+    assert f"lora_{side} of model.layers.0.self_attn.q_proj" in str(caught.value)
 
 
 def test_case_15_a_target_without_a_tensor_is_an_error(make_adapter: MakeAdapter, sites: Sites) -> None:
     folder = edit_tensors(make_adapter(), lambda ts: {k: t for k, t in ts.items() if "down_proj" not in k})
-    with pytest.raises(AdapterLoadError, match="no tensor for down_proj"):
+    with pytest.raises(AdapterLoadError, match=r"lacks .*: lora_A of .*down_proj"):
         read_adapter(folder, sites)
 
 
@@ -402,23 +405,28 @@ def test_case_16_config_values_that_make_no_sense(
     [
         ({"peft_type": "IA3"}, "IA3"),
         ({"peft_type": ["LORA"]}, "peft_type"),
-        ({"use_dora": True}, "use_dora"),
-        ({"bias": "lora_only"}, "bias"),
-        ({"bias": "all"}, "bias"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
-        ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern"),
+        ({"bias": "vera_only"}, "bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save.*lm_head"),
+        ({"modules_to_save": ["norm"]}, "modules_to_save.*norm"),
         ({"r": 257}, "rank 257"),
-        ({"layers_to_transform": [0]}, "layers_to_transform"),
+        ({"rank_pattern": {"k_proj": 300}}, "rank 300 of model.layers.0.self_attn.k_proj"),
         ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
-        ({"lora_bias": True}, "lora_bias"),
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
         ({"use_qalora": True}, "use_qalora"),
         ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights"),
+        ({"init_lora_weights": "corda"}, "init_lora_weights"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights"),
         ({"init_lora_weights": "loftq"}, "init_lora_weights"),
+        ({"megatron_config": {"a": 1}}, "megatron_config"),
+        ({"velora_config": {"a": 1}}, "velora_config"),
+        ({"monteclora_config": {"a": 1}}, "monteclora_config"),
+        ({"use_bdlora": {"a": 1}}, "use_bdlora"),
+        ({"arrow_config": {"a": 1}}, "arrow_config"),
+        ({"kasa_config": {"a": 1}}, "kasa_config"),
         ({"init_lora_weights": {"a": 1}}, "init_lora_weights"),
         ({"feature_to_come": True}, "feature_to_come"),
         ({"feature_to_come": "x" * 1000}, "feature_to_come"),
@@ -436,14 +444,14 @@ def test_a_feature_that_is_not_computed_is_named(
 @pytest.mark.parametrize(
     ("config", "feature"),
     [
-        ({"use_dora": True}, "use_dora"),
-        ({"lora_bias": True}, "lora_bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, "embedding"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "embedding"),  # these sites have no such ends
         ({"target_modules": ["q_proj", "lm_head"]}, "output head"),
-        ({"rank_pattern": {"k_proj": 2}}, "rank_pattern"),
-        ({"layers_to_transform": [1]}, "layers_to_transform"),
+        ({"init_lora_weights": "pissa"}, "pissa"),
+        ({"init_lora_weights": "olora"}, "olora"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
+        ({"rank_pattern": {"k_proj": 257}}, "rank 257"),
         ({"r": 300}, "rank 300"),
     ],
     ids=lambda value: str(value)[:40],
@@ -459,10 +467,6 @@ def test_adapters_that_peft_saves_with_other_features_are_refused(
 @pytest.mark.parametrize(
     ("key", "feature"),
     [
-        (f"{Q0}.lora_magnitude_vector", "DoRA"),
-        (f"{Q0}.lora_magnitude_vector.default.weight", "DoRA"),
-        (f"{Q0}.lora_B.bias", "lora_bias"),
-        (f"{Q0}.lora_B.default.bias", "lora_bias"),
         ("base_model.model.lm_head.lora_A.weight", "output head"),
         ("base_model.model.lm_head.weight", "output head"),
         ("base_model.model.model.embed_tokens.lora_embedding_A", "embedding"),
@@ -490,3 +494,165 @@ def test_every_setting_of_this_pefts_lora_config_is_known_or_off_by_default(
     """So a new PEFT whose defaults motet would refuse is noticed here."""
     saved = json.loads((make_adapter() / "adapter_config.json").read_text())
     assert saved.keys() >= LoraConfig().to_dict().keys() - {"runtime_config"}
+
+
+# --- what the config promises and what the file holds
+
+
+@pytest.mark.parametrize(
+    ("key", "shape"),
+    [
+        (f"{Q0}.lora_magnitude_vector", (48,)),
+        (f"{Q0}.lora_magnitude_vector.default.weight", (48,)),
+        (f"{Q0}.lora_B.bias", (48,)),
+        (f"{Q0}.base_layer.bias", (48,)),
+    ],
+)
+def test_case_15_a_tensor_of_a_feature_that_the_config_leaves_off_is_an_error(
+    key: str, shape: tuple[int, ...], make_adapter: MakeAdapter, sites: Sites
+) -> None:
+    folder = edit_tensors(make_adapter(), lambda ts: {**ts, key: torch.ones(shape)})
+    with pytest.raises(AdapterLoadError, match="would be left out") as caught:
+        read_adapter(folder, sites)
+    assert key in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers_to_transform": [1]},
+        {"layers_to_transform": 1, "layers_pattern": "layers"},
+        {"exclude_modules": ["layers.0.self_attn.q_proj"]},
+        {"exclude_modules": r".*\.0\..*"},
+        {"target_modules": r"model\.layers\.1\..*"},
+    ],
+    ids=str,
+)
+def test_case_15_a_tensor_outside_of_what_the_config_targets_is_an_error(
+    change: dict[str, Any], make_adapter: MakeAdapter, sites: Sites
+) -> None:
+    with pytest.raises(AdapterLoadError, match="would be left out") as caught:
+        read_adapter(edit_config(make_adapter(), **change), sites)
+    assert f"{Q0}.lora_A.weight" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "promised"),
+    [
+        ({"target_modules": "all-linear"}, "lora_A of model.layers.0.mlp.down_proj"),
+        ({"target_modules": ".*"}, "lora_A of model.layers.0.mlp.down_proj"),
+        ({"target_modules": ["q_proj", "v_proj"]}, "lora_A of model.layers.0.self_attn.v_proj"),
+        ({"use_dora": True}, "lora_magnitude_vector of model.layers.0.self_attn.q_proj"),
+        ({"lora_bias": True}, "lora_B.bias of model.layers.0.self_attn.q_proj"),
+    ],
+    ids=str,
+)
+def test_case_15_what_the_config_promises_and_the_file_lacks_is_an_error(
+    change: dict[str, Any], promised: str, make_adapter: MakeAdapter, sites: Sites
+) -> None:
+    with pytest.raises(AdapterLoadError, match="lacks what") as caught:
+        read_adapter(edit_config(make_adapter(target_modules=["q_proj"]), **change), sites)
+    assert promised in str(caught.value)
+
+
+def test_case_15_a_target_that_the_model_does_not_have_is_an_error(
+    make_adapter: MakeAdapter, sites: Sites
+) -> None:
+    folder = edit_config(make_adapter(target_modules=["q_proj"]), target_modules=["q_proj", "w1"])
+    with pytest.raises(AdapterLoadError, match="target_modules names w1"):
+        read_adapter(folder, sites)
+
+
+@pytest.mark.parametrize("targets", ["nothing", []])
+def test_targets_that_fit_nothing_are_an_error(
+    targets: object, make_adapter: MakeAdapter, sites: Sites
+) -> None:
+    with pytest.raises(AdapterLoadError, match="target_modules fits no module"):
+        read_adapter(edit_config(make_adapter(), target_modules=targets), sites)
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_of_another_rank_or_alpha_changes_exactly_the_modules_that_it_fits(
+    field: str, make_adapter: MakeAdapter, sites: Sites
+) -> None:
+    folder = make_adapter(
+        alpha_pattern={"layers.1.*q_proj": 24, "o_proj": 4}, target_modules=["q_proj", "o_proj"]
+    )
+    with_pattern = read_adapter(folder, sites).modules
+    without = read_adapter(edit_config(folder, alpha_pattern={}), sites).modules
+    factors = {module: (with_pattern[module].b / without[module].b).mean().item() for module in without}
+    expected = {"0.self_attn.q": 1.0, "1.self_attn.q": 3.0, "0.self_attn.o": 0.5, "1.self_attn.o": 0.5}
+    assert factors == pytest.approx({f"model.layers.{m}_proj": x for m, x in expected.items()})
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("self_attn.qkv_proj", "q_proj, k_proj, v_proj"), ("mlp.gate_up_proj", "gate_proj, up_proj")],
+)
+def test_a_fused_projection_is_refused_where_the_model_has_its_parts(
+    theirs: str, ours: str, make_adapter: MakeAdapter, sites: Sites
+) -> None:
+    key = f"base_model.model.model.layers.0.{theirs}.lora_A.weight"
+    folder = edit_tensors(make_adapter(), lambda ts: {**ts, key: torch.zeros(8, 48)})
+    with pytest.raises(
+        UnsupportedAdapter, match=f"adapts {theirs.partition('.')[2]}, where this model has {ours}"
+    ) as caught:
+        read_adapter(folder, sites)
+    assert key in str(caught.value)
+
+
+def test_parts_of_a_projection_that_the_model_has_fused_are_refused(
+    make_adapter: MakeAdapter, sites: Sites
+) -> None:
+    qkv, *others = sites
+    path = "model.layers.0.self_attn.qkv_proj"
+    fused = LoRASite(qkv.index, qkv.in_features, (path,), (sum(qkv.out_features),))
+    with pytest.raises(UnsupportedAdapter, match="adapts q_proj, where this model has qkv_proj"):
+        read_adapter(make_adapter(target_modules=["q_proj"], layers_to_transform=[0]), (fused, *others))
+
+
+# --- hostile expressions
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target_modules": "model.(("},
+        {"exclude_modules": "*"},
+        {"rank_pattern": {"[": 4}},
+        {"alpha_pattern": {"(?P<": 4}},
+        {"layers_to_transform": [0], "layers_pattern": ["("]},
+    ],
+    ids=str,
+)
+def test_case_16_an_expression_that_is_none(
+    change: dict[str, Any], make_adapter: MakeAdapter, sites: Sites
+) -> None:
+    with pytest.raises(AdapterLoadError, match="is no regular expression") as caught:
+        read_adapter(edit_config(make_adapter(), **change), sites)
+    assert list(change)[-1] in str(caught.value)
+
+
+def test_case_16_an_expression_that_would_take_for_ever_is_stopped_and_holds_up_no_thread(
+    make_adapter: MakeAdapter, sites: Sites, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("motet.lora.targets.TIME_LIMIT", 0.3)
+    folder = edit_config(make_adapter(), rank_pattern={r"(?:(?:.|..)+)+[ !]": 4})
+    turns, done = 0, threading.Event()
+
+    def turn() -> None:
+        nonlocal turns
+        while not done.wait(0.01):
+            turns += 1
+
+    other = threading.Thread(target=turn)
+    other.start()
+    try:
+        with pytest.raises(
+            AdapterLoadError, match=r"rank_pattern: matching .* takes longer than 0\.3 seconds"
+        ):
+            read_adapter(folder, sites)
+    finally:
+        done.set()
+        other.join()
+    assert turns >= 5

@@ -231,7 +231,7 @@ async def test_a_closed_engine_lets_its_weights_go_at_once(tiny_folder: Path, di
     stream = engine.stream("text", LONG)
     await stream.__anext__()
     model = engine._running()[1].core._runner._model
-    weights = weakref.ref(model._embedding)
+    weights = weakref.ref(model._embedding.table)
     if dies:
         model.forward = None
         with pytest.raises(EngineDead) as caught:

@@ -56,7 +56,9 @@ class CausalLM(Protocol):
     max_model_len: int
     """Longest sequence the model was made for, in tokens."""
 
-    lora_sites: tuple[LoRASite, ...]
+    @property
+    def lora_sites(self) -> tuple[LoRASite, ...]:
+        """Where adapters may act, in the order of their index. From `finish_loading` on."""
 
     @property
     def config(self) -> object:

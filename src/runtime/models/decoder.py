@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from motet.kernels.ops import KVCache, Ops
+from motet.lora.sites import LoRASite
 from motet.runtime.models.base import KVGroup, Weight
 from motet.runtime.models.decoder_config import DecoderConfig
 from motet.runtime.models.decoder_layer import LAYERS
 from motet.runtime.models.families import read_decoder_config
-from motet.runtime.models.layers import Linear, RMSNorm, make_linear
+from motet.runtime.models.layers import RMSNorm
 from motet.runtime.models.rope import Rope
+from motet.runtime.models.vocabulary import Embedding, OutputHead
 
 if TYPE_CHECKING:
     from motet.runtime.forward_batch import ForwardBatch
@@ -28,26 +30,27 @@ class Decoder:
         self.config = config
         self.vocab_size = config.vocab_size
         self.max_model_len = config.max_model_len
-        self._ops = ops
-        self._embedding = torch.empty(
-            config.vocab_size, config.hidden_size, dtype=ops.dtype, device=ops.device
-        )
         self._embedding_scale = torch.tensor(
             config.embedding_scale, dtype=ops.dtype
         ).item()  # rounded as D is
         self._layers = [LAYERS[config.norms](config, ops, i) for i in range(config.num_hidden_layers)]
+        self._linears = [linear for layer in self._layers for linear in layer.linears]
+        num_sites = len(self._linears)
+        self._embedding = Embedding(
+            ops, "model.embed_tokens", config.vocab_size, config.hidden_size, site_index=num_sites
+        )
+        self._lm_head = OutputHead(
+            ops, "lm_head", self._embedding, tied=config.tie_word_embeddings, site_index=num_sites + 1
+        )
         self._norm = RMSNorm(ops, config.hidden_size, config.rms_norm_eps, config.norm_offset)
-        self._lm_head: Linear | None = None  # tied: the embedding serves
-        if not config.tie_word_embeddings:
-            self._lm_head = make_linear(
-                ops, kind="column", in_features=config.hidden_size, splits=[("lm_head", config.vocab_size)]
-            )
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
         self._ropes = [Rope(rope, ops) for rope in ropes]
         self._rope_of_layer = [ropes.index(layer.rope) for layer in config.layers]
-        self.lora_sites = tuple(
-            linear.site for layer in self._layers for linear in layer.linears if linear.site is not None
-        )
+
+    @property
+    def lora_sites(self) -> tuple[LoRASite, ...]:
+        sites = [linear.site for linear in self._linears if linear.site is not None]
+        return (*sites, self._embedding.site, self._lm_head.site)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], ops: Ops) -> Decoder:
@@ -61,28 +64,22 @@ class Decoder:
         ]
 
     def weights(self) -> dict[str, Weight]:
-        bound = {"model.embed_tokens.weight": Weight(self._embedding)}
+        bound = self._embedding.weights()
         for layer in self._layers:
             bound |= layer.weights()
         bound["model.norm.weight"] = self._norm.weight
-        if self._lm_head is not None:
-            bound |= self._lm_head.weights()
-        return bound
+        return bound | self._lm_head.weights()
 
     def tied_weights(self) -> dict[str, str]:
-        return {"lm_head.weight": "model.embed_tokens.weight"} if self._lm_head is None else {}
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.config.tie_word_embeddings else {}
 
     def finish_loading(self) -> None:
-        linears = [linear for layer in self._layers for linear in layer.linears]
-        if self._lm_head is not None:
-            linears.append(self._lm_head)
         # A backend may rearrange each weight on one core; two at a time keeps the spare memory small.
         with ThreadPoolExecutor(2, thread_name_prefix="motet-pack") as pool:
-            list(pool.map(Linear.pack, linears))
+            list(pool.map(lambda linear: linear.pack(), [*self._linears, self._lm_head]))
 
     def forward(self, batch: ForwardBatch, kv_caches: Sequence[KVCache]) -> Tensor:
-        ops = self._ops
-        x = ops.embedding(batch.input_ids, self._embedding)
+        x = self._embedding(batch)
         if self._embedding_scale != 1.0:
             x *= self._embedding_scale
         residual = torch.zeros_like(x)
@@ -91,8 +88,7 @@ class Decoder:
             x = layer.forward(batch, x, residual, ropes[rope], kv)
         rows = batch.logits_rows
         x = self._norm.add(x[rows], residual[rows])
-        logits = ops.linear(x, self._embedding) if self._lm_head is None else self._lm_head(batch, x)
-        logits = logits.float()
+        logits = self._lm_head(batch, x).float()
         if (softcap := self.config.logit_softcap) is not None:
             logits = (logits / softcap).tanh_().mul_(softcap)
         return logits

@@ -4,7 +4,8 @@ weight formats and tensor parallelism will."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -54,6 +55,9 @@ class Linear:
 
     def pack(self) -> None:
         self.weight = self.ops.pack_linear(self.weight)
+        if self.site is not None:
+            weight = partial(self.ops.unpack_linear, self.weight)
+            self.site = replace(self.site, weight=weight, bias=self.bias)
 
 
 class RMSNorm:

@@ -216,16 +216,16 @@ def test_kv_spec_and_lora_sites_describe_the_model(family: str, tmp_path: Path) 
     model = load_model(save_folder(hf_model, tmp_path), float32_ops()).model
     (group,) = model.kv_spec()
     assert (group.kind, group.num_layers, group.num_kv_heads, group.head_dim) == ("full", 2, 2, 20)
-    assert [site.index for site in model.lora_sites] == list(range(8))
+    assert [site.index for site in model.lora_sites] == list(range(10))
     linears = {
         name: module for name, module in hf_model.named_modules() if isinstance(module, torch.nn.Linear)
     }
-    del linears["lm_head"]
     described = {
         module: (out_features, site.in_features)
         for site in model.lora_sites
         for module, out_features in zip(site.modules, site.out_features, strict=True)
     }
+    assert described.pop("model.embed_tokens") == (48, 96)
     assert described == {name: tuple(linear.weight.shape) for name, linear in linears.items()}
 
 
@@ -235,8 +235,14 @@ class _SiteRecorder:
     def __init__(self) -> None:
         self.seen: list[int] = []
 
+    def adapts(self, site: Any) -> bool:
+        return True
+
+    def of_rows(self, rows: torch.Tensor) -> _SiteRecorder:
+        return self
+
     def add_delta(self, ops: object, site: Any, x: torch.Tensor, out: torch.Tensor) -> None:
-        assert x.shape[1] == site.in_features
+        assert x.shape[1:] == (() if site.role == "embedding" else (site.in_features,))
         assert out.shape[1] == sum(site.out_features)
         self.seen.append(site.index)
         out += out.clone()
@@ -250,9 +256,9 @@ def test_adapters_act_on_every_site_once_before_what_follows_the_linear(family: 
     recorder = _SiteRecorder()
     ids, rows = make_ids(12), range(12)
     logits = motet_logits(model, ops, ids, rows, lora=recorder)
-    assert recorder.seen == list(range(8))
+    assert recorder.seen == [8, *range(8), 9]
     with torch.no_grad():  # the same doubling, done to transformers' weights
         for name, parameter in hf_model.named_parameters():
-            if "_proj" in name:
+            if "_proj" in name or name in ("model.embed_tokens.weight", "lm_head.weight"):
                 parameter *= 2
     assert relative_error(logits, hf_logits(hf_model, ids, rows)) <= 1e-4

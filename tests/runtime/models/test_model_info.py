@@ -28,6 +28,8 @@ async def test_model_info_agrees_with_transformers(tiny_folder, tiny_model):
         "gate_proj",
         "up_proj",
         "down_proj",
+        "embed_tokens",
+        "lm_head",
     }
     assert (info.dtype, info.device, info.backend) == ("float32", "cpu", "reference")
     assert len(bytes.fromhex(info.digest)) == 32

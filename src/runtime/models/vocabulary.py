@@ -1,0 +1,71 @@
+"""The two ends of a model: `Embedding` (ids -> vectors) and `OutputHead` (vectors -> logits)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from motet.kernels.ops import Ops
+from motet.lora.sites import LoRASite
+from motet.runtime.models.base import Weight
+
+if TYPE_CHECKING:
+    from motet.runtime.forward_batch import ForwardBatch
+
+
+class Embedding:
+    """One vector for each token of the vocabulary, plus the rows' adapters. Its table is still empty."""
+
+    def __init__(self, ops: Ops, path: str, vocab_size: int, hidden_size: int, *, site_index: int) -> None:
+        """path: the Hugging Face module's."""
+        self._ops = ops
+        self.path = path
+        self.table = torch.empty(vocab_size, hidden_size, dtype=ops.dtype, device=ops.device)
+        weight = self.table.detach
+        self.site = LoRASite(site_index, vocab_size, (path,), (hidden_size,), "embedding", weight)
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """[T, H] D for the batch's input ids, the adapters' deltas added."""
+        x = self._ops.embedding(batch.input_ids, self.table)
+        if batch.lora is not None and batch.lora.adapts(self.site):
+            batch.lora.add_delta(self._ops, self.site, batch.input_ids, x)
+        return x
+
+    def weights(self) -> dict[str, Weight]:
+        return {f"{self.path}.weight": Weight(self.table)}
+
+
+class OutputHead:
+    """Logits of the vocabulary, plus the rows' adapters; tied, the embedding's table serves as the weight.
+
+    An adapter of a tied head leaves the embedding as it is, and the other way round.
+    """
+
+    def __init__(self, ops: Ops, path: str, embedding: Embedding, *, tied: bool, site_index: int) -> None:
+        self._ops = ops
+        self._tied = tied
+        self._path = path
+        self._weight = embedding.table if tied else torch.empty_like(embedding.table)
+        vocab_size, hidden_size = self._weight.shape
+        weight = self._weight.detach
+        self.site = LoRASite(site_index, hidden_size, (path,), (vocab_size,), "head", weight)
+
+    def __call__(self, batch: ForwardBatch, x: Tensor) -> Tensor:
+        """x [R, H] D, of `batch.logits_rows` -> [R, V] D, the adapters' deltas added."""
+        y = self._ops.linear(x, self._weight)
+        if batch.lora is not None and batch.lora.adapts(self.site):
+            batch.lora.of_rows(batch.logits_rows).add_delta(self._ops, self.site, x, y)
+        return y
+
+    def weights(self) -> dict[str, Weight]:
+        """None if tied: the embedding's are loaded."""
+        return {} if self._tied else {f"{self._path}.weight": Weight(self._weight)}
+
+    def pack(self) -> None:
+        if not self._tied:
+            self._weight = self._ops.pack_linear(self._weight)
+            self.site = replace(self.site, weight=partial(self._ops.unpack_linear, self._weight))
