@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from motet import UnsupportedModel
-from motet.models import ForwardBatch, KVCache, KVGroup, Linear, Ops, Weight, make_linear
+from motet.models import ForwardBatch, KVCache, KVGroup, Linear, LoRASite, Ops, Weight, make_linear
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,12 @@ class Granite:
         if not config.tie_word_embeddings:
             self.lm_head = make_linear(ops, kind="column", in_features=config.hidden_size, splits=head)
         self.linears = [linear for layer in self.layers for linear in layer.linears]
-        self.lora_sites = tuple(linear.site for linear in self.linears if linear.site is not None)
         turns = torch.arange(0, config.head_dim, 2).float() / config.head_dim
         self.frequencies = (1.0 / config.rope_theta**turns).to(ops.device)
+
+    @property
+    def lora_sites(self) -> tuple[LoRASite, ...]:
+        return tuple(linear.site for linear in self.linears if linear.site is not None)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], ops: Ops) -> Granite:

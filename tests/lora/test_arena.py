@@ -58,8 +58,9 @@ def test_removed_memory_and_slots_are_used_again() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_adapter_copied_out_comes_back_elsewhere_as_it_was(dtype: torch.dtype) -> None:
     arena = AdapterArena(SITES, 4096, dtype, torch.device("cpu"))
-    first, slot = (arena.place(make_weights({"q": rank, "o": 3})) for rank in (1, 2))
-    before = {m: [tensor.clone() for tensor in pair] for m, pair in weights_in(arena, slot).items()}
+    extras: dict[str, list[str]] = {"scaled": ["o"], "shifted": ["q", "o"]}
+    first, slot = (arena.place(make_weights({"q": rank, "o": 3}, **extras)) for rank in (1, 2))
+    before = {m: [tensor.clone() for tensor in x.tensors()] for m, x in weights_in(arena, slot).items()}
     copy = arena.copy_out(slot)
     assert copy.nbytes == arena.nbytes(slot)
     arena.remove(slot)
@@ -69,7 +70,8 @@ def test_an_adapter_copied_out_comes_back_elsewhere_as_it_was(dtype: torch.dtype
     back = weights_in(arena, arena.place(copy))
     arena.check_integrity()
     assert back.keys() == before.keys() == {"q", "o"}
-    assert all(torch.equal(x, y) for m in before for x, y in zip(before[m], back[m], strict=True))
+    assert all(torch.equal(x, y) for m in before for x, y in zip(before[m], back[m].tensors(), strict=True))
+    assert arena.rescales([0, 1])
 
 
 def test_an_adapter_without_room_is_refused_and_leaves_no_trace() -> None:

@@ -56,8 +56,7 @@ class Linear:
     def pack(self) -> None:
         self.weight = self.ops.pack_linear(self.weight)
         if self.site is not None:
-            weight = partial(self.ops.unpack_linear, self.weight)
-            self.site = replace(self.site, weight=weight, bias=self.bias)
+            self.site = replace(self.site, weight=partial(self.ops.unpack_linear, self.weight))
 
 
 class RMSNorm:
@@ -129,7 +128,8 @@ def make_linear(
     among the model's LoRA sites; None where no adapter may act.
     """
     modules, out_features = (tuple(x) for x in zip(*splits, strict=True))
-    site = None if site_index is None else LoRASite(site_index, in_features, modules, out_features)
+    b = torch.empty(sum(out_features), dtype=ops.dtype, device=ops.device) if bias else None
+    site = None if site_index is None else LoRASite(site_index, in_features, modules, out_features, bias=b)
     return Linear(
         ops=ops,
         kind=kind,
@@ -137,5 +137,5 @@ def make_linear(
         out_features=out_features,
         site=site,
         weight=torch.empty(sum(out_features), in_features, dtype=ops.dtype, device=ops.device),
-        bias=torch.empty(sum(out_features), dtype=ops.dtype, device=ops.device) if bias else None,
+        bias=b,
     )
