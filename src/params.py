@@ -25,6 +25,9 @@ def _with_int_keys(value: object) -> object:
 MAX_STOP_CHARACTERS = 10_000
 """Together in one request's stop strings: the search for them must not hold up others."""
 
+MAX_OUTPUTS = 1024
+"""Of one request."""
+
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 NonEmptyStr = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -85,6 +88,10 @@ class SamplingParams(BaseModel):
     seed: int | None = Field(default=None, ge=0, lt=1 << 64)
     """The same seed and prompt give the same tokens, in any company. None: drawn from `EngineConfig.seed`."""
 
+    n: int = Field(default=1, ge=1, le=MAX_OUTPUTS)
+    """How many answers to give. They share the prompt's KV and draw different numbers from one seed, the first
+    of them those of a request with n = 1. Greedy ones are all alike. An error in one fails the request."""
+
     stop: Annotated[tuple[NonEmptyStr, ...], BeforeValidator(_as_tuple)] = ()
     """Strings that end the request where the first of them is complete."""
 
@@ -126,6 +133,10 @@ class SamplingParams(BaseModel):
 
     logits_processors: Annotated[tuple[InstanceOf[LogitsProcessor], ...], BeforeValidator(_as_tuple)] = ()
     """The application's own changes, one after the other, with the last word. See `LogitsProcessor`."""
+
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=1000)
+    """Report the log-probability of each prompt token but the first, and of this many likeliest ones at its
+    place. The whole prompt is computed for it, so that `Usage.cached_tokens` is 0. None: report none."""
 
     @model_validator(mode="after")
     def _check(self) -> SamplingParams:

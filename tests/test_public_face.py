@@ -99,6 +99,8 @@ DEFAULTS = {
         "bad_words": (),
         "allowed_token_ids": None,
         "logits_processors": (),
+        "n": 1,
+        "prompt_logprobs": None,
     },
     TenantPolicy: {
         "weight": 1.0,
@@ -189,6 +191,9 @@ def test_settings_are_frozen_and_unknown_ones_are_errors(model):
         {"stop_token_ids": "a"},
         {"logprobs": -1},
         {"logprobs": 1001},
+        {"n": 0},
+        {"n": 1025},
+        {"prompt_logprobs": -1},
         {"stop": ["a" * 6000, "b" * 6000]},
         {"repetition_penalty": 0.0},
         {"repetition_penalty": -1.0},

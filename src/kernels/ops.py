@@ -95,6 +95,13 @@ class Ops(ABC):
         """An empty cache of one layer, in D. Slot = block_id · block_size + offset in the block."""
 
     @abstractmethod
+    def copy_kv_blocks(self, kv: KVCache, sources: Tensor, destinations: Tensor, block_size: int) -> None:
+        """Block destinations[i] of one layer's cache becomes a copy of block sources[i], in place.
+
+        sources, destinations [n] int64; the destinations are all different, and none of them is a source.
+        """
+
+    @abstractmethod
     def rope_and_store_kv(
         self,
         qkv: Tensor,

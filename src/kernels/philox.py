@@ -30,11 +30,14 @@ def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[
 
 
 def uniform(
-    seed: NDArray[np.uint64], position: NDArray[np.uint64], choice: int = 0, purpose: int = SAMPLE
+    seed: NDArray[np.uint64],
+    position: NDArray[np.uint64],
+    choice: NDArray[np.uint64] | int = 0,
+    purpose: int = SAMPLE,
 ) -> NDArray[np.float64]:
-    """One number in [0, 1) with 24 bits for each (seed, position), both [n].
+    """One number in [0, 1) with 24 bits for each (seed, position, choice), each [n], or one choice for all.
 
-    `position` is the index of the output token.
+    `position` is the index of the output token, `choice` that of the output among the n of its request.
     """
     counter = np.stack(
         (position & _MASK, position >> _32, np.full_like(position, choice), np.full_like(position, purpose)),

@@ -78,6 +78,10 @@ class ReferenceOps(Ops):
         both = torch.empty(slots, 2, num_kv_heads, head_dim, dtype=self.dtype, device=self.device)
         return ReferenceKV(both, both[:, 0], both[:, 1])
 
+    def copy_kv_blocks(self, kv: ReferenceKV, sources: Tensor, destinations: Tensor, block_size: int) -> None:
+        blocks = kv.both[:-1].view(-1, block_size, *kv.both.shape[1:])
+        blocks[destinations] = blocks[sources]
+
     def rope_and_store_kv(
         self,
         qkv: Tensor,

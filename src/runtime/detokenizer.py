@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import NamedTuple
 
 from motet.params import SamplingParams
@@ -41,6 +42,13 @@ class Detokenizer:
         self._stops = [_StopString(text) for text in params.stop]
         self._num_tokens = 0
         self._held = ""  # decoded, and could begin a stop string
+
+    def fork(self) -> Detokenizer:
+        """Another that goes on from here by itself."""
+        fork = copy(self)
+        fork._decoder = self._decoder.fork()
+        fork._stops = [copy(stop) for stop in self._stops]
+        return fork
 
     def push(self, token_id: int, *, is_stop_token: bool = False, last: bool = False) -> TextDelta:
         """The next generated token; with the `last` one everything held back comes out.
@@ -85,6 +93,12 @@ class IncrementalDecoder:
         self._skip_special_tokens = skip_special_tokens
         self._window = list(self._context(prompt_token_ids))[::-1]
         self._seen = self._decode()  # the window's text that is the prompt's, or returned already
+
+    def fork(self) -> IncrementalDecoder:
+        """Another that goes on from here by itself."""
+        fork = copy(self)
+        fork._window = list(self._window)
+        return fork
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this id."""

@@ -75,9 +75,9 @@ class EngineLoop:
 
     def turn(self) -> None:
         """Ends what is overdue, then runs one step if there is work. Raises what fails for all requests."""
-        for request_id in self._core.scheduler.expired(time.monotonic()):
+        for group_id in self._core.scheduler.expired(time.monotonic()):
             error = DeadlineExceeded("the request's deadline passed before it was done")
-            self.finish(request_id, FinishReason.TIMEOUT, error)
+            self.finish(group_id, FinishReason.TIMEOUT, error)
         deltas = self._step() if self.has_work else []
         self._keeper.count(deltas)
         self._meter.statistics = self._keeper.snapshot()  # before anyone hears of the step
@@ -94,12 +94,11 @@ class EngineLoop:
         else:
             self._take_prompt(request, Encoded(prompt))
 
-    def finish(self, request_id: int, reason: FinishReason, error: MotetError) -> bool:
-        """Ends a request in whatever state it is. False if there is no such request any more."""
-        delta = self._core.scheduler.finish(request_id, reason, error)
-        if delta is not None:
-            self._tell([delta])
-        return delta is not None
+    def finish(self, group_id: int, reason: FinishReason, error: MotetError) -> bool:
+        """Ends a request and its siblings in whatever state they are. False if all of them have ended."""
+        deltas = self._core.scheduler.finish(group_id, reason, error)
+        self._tell(deltas)
+        return bool(deltas)
 
     def live_requests(self) -> list[Request]:
         return [request for request in self._core.scheduler.requests if not request.is_finished]

@@ -69,18 +69,18 @@ class EngineThread:
             self._post(lambda loop: loop.add(request, prompt))
 
     def cancel(self, request_id: int) -> None:
-        """Aborts a request, if it is still there. Never raises, never waits."""
+        """Aborts a request and its siblings, if one is still there. Never raises, never waits."""
         with suppress(MotetError):
             self._post(lambda loop: _abort(loop, request_id))
 
     def abort(self, request_id: int) -> Future[bool]:
-        """Aborts a request; whether it was still there."""
+        """Aborts a request and its siblings; whether one was still there."""
         return self._call(lambda loop: _abort(loop, request_id))
 
     def abort_where(self, chosen: Callable[[Request], bool]) -> Future[int]:
         """Aborts all requests that a predicate chooses; how many those were."""
         return self._call(
-            lambda loop: sum(_abort(loop, r.request_id) for r in loop.live_requests() if chosen(r))
+            lambda loop: sum(_abort(loop, r.group_id) for r in loop.live_requests() if chosen(r))
         )
 
     def stop(self, drain: float | None = 0.0) -> None:

@@ -31,13 +31,16 @@ class ForwardBatch:
     lora: LoRABatch | None
     """None: no row has an adapter."""
     logits_rows: Tensor
-    """[R] int64: the rows behind which a token is sampled."""
+    """[R + P] int64: the rows behind which a token is sampled, then those whose next token is a prompt's, wanted
+    with its log-probability."""
     request_ids: tuple[int, ...]
     """R times: for whom."""
     sampling: tuple[tuple[SamplingSpec, int], ...]
     """R times (how to choose, which output token of its request it is)."""
     ruled: tuple[tuple[int, RequestRules], ...]
     """(which of the R rows, the rules for its logits), of those that have some."""
+    prompt_rows: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    """(request id, how many of the likeliest, the next tokens of that many rows of the P), in their order."""
 
 
 @dataclass(slots=True)
@@ -101,6 +104,11 @@ class BatchBuilder:
         slots = np.repeat([row.adapter_slot for row in rows], q_lens)
         sampled = [i for i, chunk in enumerate(chunks) if chunk.output_index >= 0]
         rules = [rows[i].rules for i in sampled]
+        logits_rows = cu_seqlens_q[1:][sampled] - 1
+        asking = [i for i, chunk in enumerate(chunks) if chunk.next_prompt_ids]
+        if asking:
+            ranges = [np.arange(len(chunks[i].next_prompt_ids)) + cu_seqlens_q[i] for i in asking]
+            logits_rows = np.concatenate([logits_rows, *ranges])
         return ForwardBatch(
             input_ids=torch.tensor(
                 [t for row, chunk in zip(rows, chunks, strict=True) for t in _ids(row, chunk)]
@@ -109,10 +117,14 @@ class BatchBuilder:
             slot_mapping=torch.from_numpy(blocks * self._block_size + positions % self._block_size),
             attention={w: self._ops.plan_attention(*sequences, window=w) for w in self._windows},
             lora=LoRABatch(self._arena, torch.from_numpy(slots)) if slots.max() >= 0 else None,
-            logits_rows=torch.from_numpy(cu_seqlens_q[1:][sampled] - 1),
+            logits_rows=torch.from_numpy(logits_rows),
             request_ids=tuple(chunks[i].request_id for i in sampled),
             sampling=tuple((rows[i].sampling, chunks[i].output_index) for i in sampled),
             ruled=tuple((r, own) for r, own in enumerate(rules) if own is not None),
+            prompt_rows=tuple(
+                (chunks[i].request_id, rows[i].sampling.prompt_logprobs or 0, chunks[i].next_prompt_ids)
+                for i in asking
+            ),
         )
 
     def note_sampled(self, request_id: int, token_id: int) -> None:

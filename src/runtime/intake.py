@@ -61,10 +61,11 @@ class Intake:
 
         Raises InvalidRequest if the parameters do not fit the model.
         """
-        if params.logprobs is not None and params.logprobs > self.vocab_size:
-            raise InvalidRequest(
-                f"logprobs is {params.logprobs}, but the vocabulary has {self.vocab_size} tokens"
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.vocab_size:
+                raise InvalidRequest(
+                    f"{name} is {getattr(params, name)}, but the vocabulary has {self.vocab_size} tokens"
+                )
         self.check_ids(params.stop_token_ids, "stop_token_ids")
         self.check_ids(params.allowed_token_ids or (), "allowed_token_ids")
         self.check_ids(tuple(params.logit_bias or ()), "logit_bias")
@@ -84,6 +85,7 @@ class Intake:
             tenant=tenant,
             adapter=adapter,
             adapter_slot=adapter_slot,
+            sibling_ids=tuple(next(self._request_ids) for _ in range(1, params.n)),
             priority=priority,
             deadline=float("inf") if deadline is None else self.clock() + deadline,
             root_hash=root_hash(
@@ -153,6 +155,7 @@ class Intake:
             min_p=min_p or 0.0,
             seed=params.seed if params.seed is not None else self._seed_of(request_id),
             logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
             min_tokens=params.min_tokens,
             end_token_ids=end_token_ids,
             rules=self._rules(params),

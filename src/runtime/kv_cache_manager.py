@@ -1,13 +1,24 @@
-"""Which KV blocks each request holds: prefix match, growth, publication and give-back."""
+"""Which KV blocks each request holds: prefix match, sharing among siblings, growth, publication and give-back."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from motet.runtime.block_hash import block_hash
 from motet.runtime.block_pool import BlockPool
 from motet.runtime.request import Request
+
+
+class Prefix(NamedTuple):
+    """KV that is there already for a request's first tokens."""
+
+    num_tokens: int
+    block_ids: list[int]
+    """Full blocks, to be shared."""
+    tail: int | None = None
+    """The block to copy that holds those of the tokens which fill no block; None: there are none."""
 
 
 class KVCacheManager:
@@ -22,7 +33,8 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._tables: dict[int, list[int]] = {}
-        self._num_published: dict[int, int] = {}
+        self._num_stored: dict[int, int] = {}
+        """For each request that holds blocks: of how many of its tokens the KV is in them, plans in flight apart."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -31,40 +43,54 @@ class KVCacheManager:
         """The ids of the request's blocks, in the order of its tokens; empty if it holds none."""
         return self._tables.get(request.request_id, [])
 
-    def match(self, request: Request) -> list[int]:
-        """The longest chain of cached blocks that the request's tokens begin with, without its last token.
+    def num_stored(self, request: Request) -> int:
+        """How many of the request's tokens have their KV in its blocks, plans in flight apart."""
+        return self._num_stored.get(request.request_id, 0)
 
-        That token must be computed to have logits.
+    def match(self, request: Request, siblings: Sequence[Request] = ()) -> Prefix:
+        """The most KV that there is for the request's tokens: cached blocks, or those of a sibling.
+
+        Requests of one group (`siblings`) have one prompt. Whoever of them has the KV of all of it but the last
+        token shares its full blocks, and lets the one behind them be copied.
         """
         hits: list[int] = []
         if self.enable_prefix_caching:
-            for index in range((request.num_tokens - 1) // self.block_size):
+            for index in range(request.num_reusable_tokens // self.block_size):
                 block_id = self.pool.lookup(self._hash(request, index))
                 if block_id is None:
                     break
                 hits.append(block_id)
-        return hits
+        shared = request.num_prompt_tokens - 1
+        for sibling in siblings:
+            if (
+                len(hits) * self.block_size
+                < shared
+                <= min(self.num_stored(sibling), request.num_reusable_tokens)
+            ):
+                table, num_full = self.table(sibling), shared // self.block_size
+                return Prefix(shared, table[:num_full], table[num_full] if shared % self.block_size else None)
+        return Prefix(len(hits) * self.block_size, hits)
 
-    def missing_for(self, request: Request, hits: Sequence[int], victims: Sequence[Request] = ()) -> int:
+    def missing_for(self, request: Request, prefix: Prefix, victims: Sequence[Request] = ()) -> int:
         """How many more blocks must come free before `admit` can succeed (0: now).
 
-        `hits` are what `match` said; `victims` are taken to have given theirs back.
+        `prefix` is what `match` said; `victims` are taken to have given theirs back.
         """
-        wanted = self.num_blocks_for(request.num_tokens) - len(hits)
-        return max(0, wanted - self._num_free_without(victims, hits))
+        wanted = self.num_blocks_for(request.num_tokens) - len(prefix.block_ids)
+        return max(0, wanted - self._num_free_without(victims, prefix.block_ids))
 
-    def admit(self, request: Request, hits: Sequence[int]) -> int:
-        """Gives a request that holds nothing the blocks for all its known tokens.
+    def admit(self, request: Request, prefix: Prefix) -> tuple[int, int] | None:
+        """Gives a request that holds nothing the blocks for all its known tokens, the first ones by `prefix`.
 
-        Returns how many of its tokens have their KV already, from the prefix cache. Only after `match` said
-        `hits` and `missing_for` said 0, with nothing but victims' blocks coming free since.
+        Returns which block must be copied to which before its next token is computed, if any. Only after
+        `match` said `prefix` and `missing_for` said 0, with nothing but victims' blocks coming free since.
         """
         assert request.request_id not in self._tables, "admitted twice"
-        self.pool.hold(hits)
-        fresh = self.pool.allocate(self.num_blocks_for(request.num_tokens) - len(hits))
-        self._tables[request.request_id] = [*hits, *fresh]
-        self._num_published[request.request_id] = len(hits)
-        return len(hits) * self.block_size
+        self.pool.hold(prefix.block_ids)
+        fresh = self.pool.allocate(self.num_blocks_for(request.num_tokens) - len(prefix.block_ids))
+        self._tables[request.request_id] = [*prefix.block_ids, *fresh]
+        self._num_stored[request.request_id] = len(prefix.block_ids) * self.block_size
+        return None if prefix.tail is None else (prefix.tail, fresh[0])
 
     def missing_to_grow(self, request: Request, num_tokens: int, victims: Sequence[Request] = ()) -> int:
         """How many more blocks must come free before the request can hold `num_tokens` tokens (0: now).
@@ -80,19 +106,19 @@ class KVCacheManager:
         table += self.pool.allocate(max(0, self.num_blocks_for(num_tokens) - len(table)))
 
     def publish(self, request: Request, num_computed_tokens: int) -> None:
-        """Makes the request's blocks that are full of computed tokens findable for others."""
-        if not self.enable_prefix_caching:
-            return
-        table = self._tables[request.request_id]
-        for index in range(self._num_published[request.request_id], num_computed_tokens // self.block_size):
-            self.pool.publish(table[index], self._hash(request, index))
-            self._num_published[request.request_id] = index + 1
+        """So many of the request's tokens are computed: makes their KV findable for others, full blocks by hash."""
+        first = self._num_stored[request.request_id] // self.block_size
+        self._num_stored[request.request_id] = num_computed_tokens
+        if self.enable_prefix_caching:
+            table = self._tables[request.request_id]
+            for index in range(first, num_computed_tokens // self.block_size):
+                self.pool.publish(table[index], self._hash(request, index))
 
     def free(self, request: Request) -> None:
         """Gives all of the request's blocks back, if it holds any. The only way out of a table."""
         table = self._tables.pop(request.request_id, None)
         if table is not None:
-            del self._num_published[request.request_id]
+            del self._num_stored[request.request_id]
             self.pool.release(table)
 
     def _num_free_without(self, victims: Sequence[Request], reserved: Sequence[int] = ()) -> int:
@@ -120,4 +146,4 @@ class KVCacheManager:
         assert all(len(set(table)) == len(table) for table in self._tables.values()), (
             "a block twice in a table"
         )
-        assert self._num_published.keys() == self._tables.keys()
+        assert self._num_stored.keys() == self._tables.keys()

@@ -91,6 +91,8 @@ class _Live:
 class Meter:
     """The engine thread counts here what it tells the streams, before they hear of it.
 
+    Each of the n outputs of a request counts as one; their common prompt counts once.
+
     Any other thread may read at any time: every number is replaced by a later one, none is ever taken back.
     It holds nothing of the engine, and so may be kept when that is gone.
     """
@@ -126,10 +128,12 @@ class Meter:
         self.adapters = Tallies(self.most_names)
         self.tenants = Tallies(self.most_names)
 
-    def enter(self, request: Request) -> None:
-        """A request is taken in."""
+    def enter(self, request: Request) -> _Live:
+        """A request is taken in. Its siblings, which it forks later, enter with their first token or their end."""
         name = request.adapter.name if request.adapter is not None else ""
-        self._live[request.request_id] = _Live(self.adapters.of(name), self.tenants.of(request.tenant))
+        live = _Live(self.adapters.of(name), self.tenants.of(request.tenant))
+        self._live[request.request_id] = live
+        return live
 
     def step(self, plan: SchedulerOutput, seconds: float) -> None:
         """A step was done, and took so long."""
@@ -142,9 +146,9 @@ class Meter:
         now = self.clock()
         waits: dict[float, int] = {}  # most tokens of a step follow those of the step before it
         for delta in deltas:
+            live = self._live.get(delta.request.request_id) or self.enter(delta.request)
             if delta.sample is None:
                 continue
-            live = self._live[delta.request.request_id]
             live.adapter.output_tokens += 1
             live.tenant.output_tokens += 1
             self.output_tokens += 1
@@ -170,6 +174,8 @@ class Meter:
             return
         live.has_run = True
         self.queue_time.observe(first_run - request.arrival_time)
+        if request.index > 0:
+            return
         self.prompt_tokens += request.num_prompt_tokens
         live.adapter.prompt_tokens += request.num_prompt_tokens
         live.tenant.prompt_tokens += request.num_prompt_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -79,6 +79,12 @@ class Request:
     adapter: AdapterRef | None = None
     """Its adapter, on which it holds a reference; None: the base model alone."""
     adapter_slot: int = -1
+    group_id: int = -1
+    """The `request_id` of its group's first, by which the SDK knows them all. Given none, it is its own."""
+    index: int = 0
+    """Which of the n outputs it is."""
+    sibling_ids: tuple[int, ...] = ()
+    """The ids of the siblings that it has yet to fork: while there are any, its last prompt token waits."""
     root_hash: bytes = b""
     """The parent of its first KV block's hash: everything that decides its KV besides its tokens."""
     prerequisites: set[str] = field(default_factory=set)
@@ -97,11 +103,13 @@ class Request:
     """Output tokens that plans in flight will bring."""
     num_preemptions: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, float] | None] = field(default_factory=list)
+    """Those that are known yet, if they are wanted; None for the first token."""
     detokenizer: Detokenizer | None = None
 
     status: RequestStatus = RequestStatus.BLOCKED
     timeline: list[tuple[str, float]] = field(default_factory=list)
-    """(state, when it was entered on `clock`'s scale)."""
+    """(state, when it was entered on `clock`'s scale), from when the user asked."""
     first_token_time: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -109,7 +117,10 @@ class Request:
     error: MotetError | None = None
 
     def __post_init__(self) -> None:
-        self.timeline.append((self.status.value, self.clock()))
+        if self.group_id < 0:
+            self.group_id = self.request_id
+        if not self.timeline:
+            self.timeline.append((self.status.value, self.clock()))
 
     @property
     def arrival_time(self) -> float:
@@ -131,8 +142,17 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens that the next plan could compute: known or awaited, less those computed or in flight."""
-        last_needed = self.num_prompt_tokens + max(self.max_output_tokens, 1) - 1
+        last_needed = self.num_prompt_tokens - 1
+        if not self.sibling_ids:
+            last_needed += max(self.max_output_tokens, 1)
         return min(self.num_tokens + self.num_awaited_tokens, last_needed) - self.num_computed_tokens
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """How many of its first tokens need no computing if their KV is there: those whose logits nobody wants."""
+        if len(self.prompt_logprobs) < self.num_prompt_tokens and self.sampling.prompt_logprobs is not None:
+            return len(self.prompt_logprobs) - 1
+        return self.num_tokens - 1
 
     @property
     def max_output_tokens(self) -> int:
@@ -149,11 +169,39 @@ class Request:
         self.status = status
         self.timeline.append((status.value, self.clock()))
 
+    def fork(self) -> list[Request]:
+        """Its siblings, one for each of its `sibling_ids`: the same prompt, and nothing of its own life."""
+        siblings = [
+            replace(
+                self,
+                request_id=request_id,
+                index=index,
+                sibling_ids=(),
+                sampling=replace(self.sampling, choice=index, prompt_logprobs=None),
+                prerequisites=set(),
+                token_ids=list(self.token_ids),
+                num_computed_tokens=0,
+                num_cached_tokens=0,
+                num_in_flight=0,
+                num_preemptions=0,
+                block_hashes=list(self.block_hashes),
+                prompt_logprobs=[],
+                detokenizer=self.detokenizer and self.detokenizer.fork(),
+                status=RequestStatus.BLOCKED,
+                timeline=self.timeline[:1],
+            )
+            for index, request_id in enumerate(self.sibling_ids, 1)
+        ]
+        self.sibling_ids = ()
+        return siblings
+
     def set_prompt(self, token_ids: list[int], detokenizer: Detokenizer | None) -> None:
         """Gives a request its prompt, before it first leaves `blocked`."""
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(token_ids)
         self.detokenizer = detokenizer
+        if self.sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
 
     def accept(self, sample: Sample) -> Delta:
         """Takes the next generated token: appends it, decodes it, and notes whether it is the last.

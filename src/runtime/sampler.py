@@ -17,6 +17,8 @@ from motet.runtime.scheduler_output import Sample, SamplingSpec
 Row = tuple[SamplingSpec, int]
 """How to choose, and the index of the output token that is chosen."""
 
+_NOT_FINITE = "the model's logits are not finite; are the adapter's weights sound?"
+
 
 def sample(
     ops: Ops, logits: Tensor, rows: Sequence[Row], ruled: Sequence[tuple[int, RequestRules]] = ()
@@ -38,7 +40,7 @@ def sample(
     for i, with_logprobs in _with_logprobs(ops, sound, chosen, rows).items():
         samples[i] = with_logprobs
     for i in (~finite).nonzero().flatten().tolist():
-        samples[i] = RequestFailed("the model's logits are not finite; are the adapter's weights sound?")
+        samples[i] = RequestFailed(_NOT_FINITE)
     for i, fault in faults.items():
         samples[i] = fault
     return samples
@@ -63,7 +65,9 @@ def _sampling_rows(rows: Sequence[Row]) -> SamplingRows:
     uniform = np.zeros(len(rows))
     if any(spec.temperature for spec in specs):
         seeds = np.array([spec.seed for spec in specs], dtype=np.uint64)
-        uniform = philox.uniform(seeds, np.array([index for _, index in rows], dtype=np.uint64))
+        positions = np.array([index for _, index in rows], dtype=np.uint64)
+        choices = np.array([spec.choice for spec in specs], dtype=np.uint64)
+        uniform = philox.uniform(seeds, positions, choices)
     return SamplingRows(
         temperature=torch.tensor([spec.temperature for spec in specs], dtype=torch.float64),
         top_k=torch.tensor([spec.top_k for spec in specs]),
@@ -71,6 +75,17 @@ def _sampling_rows(rows: Sequence[Row]) -> SamplingRows:
         min_p=torch.tensor([spec.min_p for spec in specs]),
         uniform=torch.from_numpy(uniform),
     )
+
+
+def prompt_logprobs(
+    ops: Ops, logits: Tensor, token_ids: Sequence[int], k: int
+) -> tuple[dict[int, float], ...] | RequestFailed:
+    """For each row of logits [R, V] float32: log-probabilities of the k likeliest ids and of that row's of R."""
+    if not bool(logits.sum(-1).isfinite().all()):
+        return RequestFailed(_NOT_FINITE)
+    own, top_ids, top = ops.logprobs(logits, torch.tensor(token_ids), k)
+    per_row = zip(token_ids, own.tolist(), top_ids.tolist(), top.tolist(), strict=True)
+    return tuple(dict(zip(ids, values, strict=True)) | {t: of_t} for t, of_t, ids, values in per_row)
 
 
 def _with_logprobs(ops: Ops, logits: Tensor, chosen: Tensor, rows: Sequence[Row]) -> dict[int, Sample]:

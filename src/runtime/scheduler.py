@@ -22,7 +22,10 @@ from motet.runtime.scheduler_output import IN_FLIGHT, Chunk, NewRequest, Schedul
 class Scheduler:
     """Owns every live request. Not thread-safe: the engine thread owns it.
 
-    `on_release` is called once for each request, when it has ended and no plan in flight names it.
+    The n outputs that a user asked for with one prompt are a *group*, each a request of its own once the first
+    of them, alone until then, has forked the others (its *siblings*). They share KV and a fate: what ends one
+    before its time ends all. `on_release` is called once for each group, when all in it have ended and no plan
+    in flight names them.
     """
 
     def __init__(
@@ -43,12 +46,16 @@ class Scheduler:
         self._policy = policy
         self._on_release = on_release
         self._requests: dict[int, Request] = {}
+        self._groups: dict[int, list[Request]] = {}
+        """The same requests, by group."""
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._deadlines: list[tuple[float, int]] = []
+        """Of groups, a heap."""
         self._num_blocks_sent: dict[int, int] = {}
         """For each request that the tensor side knows: how many of its blocks it was told."""
         self._dropped: list[int] = []
+        self._copies: list[tuple[int, int]] = []
         self._leaving: list[Request] = []
         """Requests that ended while a plan in flight names them: they still hold what they held."""
 
@@ -60,8 +67,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Takes a request in. Without prerequisites it waits for its turn at once."""
         self._requests[request.request_id] = request
-        if request.deadline != float("inf"):
-            heapq.heappush(self._deadlines, (request.deadline, request.request_id))
+        self._groups.setdefault(request.group_id, []).append(request)
+        if request.deadline != float("inf") and request.index == 0:
+            heapq.heappush(self._deadlines, (request.deadline, request.group_id))
         if not request.prerequisites:
             self._enqueue(request, RequestStatus.WAITING)
 
@@ -72,28 +80,29 @@ class Scheduler:
             if not request.prerequisites:
                 self._enqueue(request, RequestStatus.WAITING)
 
-    def finish(self, request_id: int, reason: FinishReason, error: MotetError | None = None) -> Delta | None:
-        """Ends a request in whatever state it is. None if there is no such request any more."""
-        request = self._requests.get(request_id)
-        if request is None or request.is_finished:
-            return None
-        request.finish_reason, request.error = reason, error
-        self._end(request)
-        return Delta(request, None)
+    def finish(self, group_id: int, reason: FinishReason, error: MotetError | None = None) -> list[Delta]:
+        """Ends those of a group that have not ended, in whatever state they are; empty if all have."""
+        deltas = []
+        for request in list(self._groups.get(group_id, ())):
+            if not request.is_finished:
+                request.finish_reason, request.error = reason, error
+                self._end(request)
+                deltas.append(Delta(request, None))
+        return deltas
 
     def abandon(self, reason: FinishReason, error: Callable[[], MotetError]) -> list[Delta]:
-        """Ends every request although plans in flight may name it: nobody will wait for those any more."""
-        deltas = []
+        """Ends every request although plans in flight may name it: nobody will wait for those any more.
+
+        Each group gets an error of its own.
+        """
         for request in self.requests:
             request.num_in_flight = 0
             if request.is_finished:
                 self._release(request)
-            elif delta := self.finish(request.request_id, reason, error()):
-                deltas.append(delta)
-        return deltas
+        return [delta for group_id in list(self._groups) for delta in self.finish(group_id, reason, error())]
 
     def expired(self, now: float) -> list[int]:
-        """The live requests whose deadline has passed. Each is told once."""
+        """The live groups whose deadline has passed. Each is told once."""
         ids = []
         while (deadline := self.next_deadline) is not None and deadline <= now:
             ids.append(heapq.heappop(self._deadlines)[1])
@@ -101,14 +110,13 @@ class Scheduler:
 
     @property
     def next_deadline(self) -> float | None:
-        """When the next live request expires."""
+        """When the next live group expires."""
         while self._deadlines and not self._is_live(self._deadlines[0][1]):
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
-    def _is_live(self, request_id: int) -> bool:
-        request = self._requests.get(request_id)
-        return request is not None and not request.is_finished
+    def _is_live(self, group_id: int) -> bool:
+        return any(not request.is_finished for request in self._groups.get(group_id, ()))
 
     @property
     def has_work(self) -> bool:
@@ -130,7 +138,7 @@ class Scheduler:
 
     @property
     def requests(self) -> list[Request]:
-        """All that are live, and those that ended while a plan in flight names them."""
+        """All that are live, each sibling by itself, and those that ended while a plan in flight names them."""
         return list(self._requests.values())
 
     # -- the plan ------------------------------------------------------------------------------------------
@@ -167,8 +175,9 @@ class Scheduler:
                 budget -= num_tokens
         if not chunks:
             return None
-        dropped, self._dropped = tuple(self._dropped), []
-        return SchedulerOutput(dropped, tuple(new), tuple(chunks))
+        plan = SchedulerOutput(tuple(self._dropped), tuple(new), tuple(chunks), tuple(self._copies))
+        self._dropped, self._copies = [], []
+        return plan
 
     def _grow(self, request: Request, later: list[Request]) -> bool:
         """Whether a running request has blocks for the tokens it may compute, now."""
@@ -181,18 +190,27 @@ class Scheduler:
     def _admit(self, request: Request, later: list[Request]) -> bool:
         """Whether a waiting request could be made a running one, now."""
         seats = len(self._running) + len(self._leaving) + 1 - self.max_num_seqs
-        hits = self.kv.match(request)
-        if not self._make_room(later, lambda victims: self.kv.missing_for(request, hits, victims), seats):
+        prefix = self.kv.match(request, self._groups[request.group_id])
+        if not self._make_room(later, lambda victims: self.kv.missing_for(request, prefix, victims), seats):
             return False
         self._waiting.remove(request)
         request.move_to(RequestStatus.RUNNING)
         self._running.append(request)
-        request.num_computed_tokens = self.kv.admit(request, hits)
-        if request.num_preemptions == 0:
+        request.num_computed_tokens = prefix.num_tokens
+        if (copy := self.kv.admit(request, prefix)) is not None:
+            self._copies.append(copy)
+        if request.num_preemptions == 0 and request.index == 0:
             request.num_cached_tokens = request.num_computed_tokens
             self.prefix_query_tokens += request.num_prompt_tokens
             self.prefix_hit_tokens += request.num_cached_tokens
+        self._fork(request)
         return True
+
+    def _fork(self, request: Request) -> None:
+        """Adds a request's siblings once they can share its prompt: all of it is computed but the last token."""
+        if request.sibling_ids and self.kv.num_stored(request) >= request.num_prompt_tokens - 1:
+            for sibling in request.fork():
+                self.add(sibling)
 
     def _make_room(
         self, later: list[Request], missing: Callable[[list[Request]], int], seats: int = 0
@@ -229,6 +247,11 @@ class Scheduler:
         end = start + num_tokens
         token_ids = tuple(request.token_ids[start:end])
         token_ids += (IN_FLIGHT,) * (num_tokens - len(token_ids))
+        next_prompt_ids: tuple[int, ...] = ()
+        if request.sampling.prompt_logprobs is not None:
+            last = min(end + 1, request.num_prompt_tokens)
+            if last > len(request.prompt_logprobs):  # otherwise they were known before a preemption
+                next_prompt_ids = tuple(request.token_ids[start + 1 : last])
         output_index = -1
         if end == request.num_tokens + request.num_awaited_tokens and request.max_output_tokens > 0:
             output_index = request.num_output_tokens + request.num_awaited_tokens
@@ -238,7 +261,8 @@ class Scheduler:
         table = self.kv.table(request)
         sent = self._num_blocks_sent.get(request.request_id, 0)
         self._num_blocks_sent[request.request_id] = len(table)
-        return Chunk(request.request_id, start, token_ids, (tuple(table[sent:]),), output_index)
+        new_block_ids = (tuple(table[sent:]),)
+        return Chunk(request.request_id, start, token_ids, new_block_ids, output_index, next_prompt_ids)
 
     # -- the result ----------------------------------------------------------------------------------------
 
@@ -257,8 +281,11 @@ class Scheduler:
             deltas += self._take_samples(request, chunk, result)
             if request.error is None:  # what a fault has touched is for nobody else
                 self.kv.publish(request, chunk.start + len(chunk.token_ids))
+                self._fork(request)
             if request.finish_reason is not None:
                 self._end(request)
+                if request.error is not None:  # without one of its outputs there is no answer
+                    deltas += self.finish(request.group_id, request.finish_reason, request.error)
         return deltas
 
     def _take_samples(self, request: Request, chunk: Chunk, result: StepResult) -> list[Delta]:
@@ -266,6 +293,10 @@ class Scheduler:
         if fault is not None:
             request.finish_reason, request.error = FinishReason.ERROR, fault
             return [Delta(request, None)]
+        if chunk.next_prompt_ids:
+            first = chunk.start + 1
+            last = first + len(chunk.next_prompt_ids)
+            request.prompt_logprobs[first:last] = result.prompt_logprobs[request.request_id]
         if request.max_output_tokens == 0 and chunk.start + len(chunk.token_ids) == request.num_prompt_tokens:
             request.finish_reason = FinishReason.LENGTH
             return [Delta(request, None)]
@@ -304,7 +335,11 @@ class Scheduler:
         self._give_back(request)
         del self._requests[request.request_id]
         self._leaving.remove(request)
-        self._on_release(request)
+        group = self._groups[request.group_id]
+        group.remove(request)
+        if not group:
+            del self._groups[request.group_id]
+            self._on_release(request)
 
     def _give_back(self, request: Request) -> None:
         """The one release site of KV blocks and of the runner's row: for preemption and for every end."""
@@ -316,6 +351,9 @@ class Scheduler:
         """Asserts what must hold between any two calls."""
         self.kv.check_integrity()
         live = self._requests.values()
+        grouped = {(r.request_id, group_id) for group_id, group in self._groups.items() for r in group}
+        assert grouped == {(r.request_id, r.group_id) for r in live}
+        assert sum(map(len, self._groups.values())) == len(live)
         assert self._waiting == sorted(self._waiting, key=self._order)
         assert {r.request_id for r in self._running} == {
             r.request_id for r in live if r.status is RequestStatus.RUNNING

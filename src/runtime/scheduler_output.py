@@ -49,6 +49,10 @@ class SamplingSpec:
     """End and stop tokens: impossible as one of the first `min_tokens` tokens."""
     rules: LogitsRules | None = None
     """None: all neutral, and nothing is spent on them."""
+    choice: int = 0
+    """Which of the request's n outputs it is: each draws numbers of its own from one seed."""
+    prompt_logprobs: int | None = None
+    """As in `SamplingParams`; only the first of n outputs reports them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,8 @@ class Chunk:
     """What to append to the request's block tables, one per KV group of the model."""
     output_index: int
     """Which output token to sample behind the last of them; -1: none."""
+    next_prompt_ids: tuple[int, ...] = ()
+    """The prompt tokens that follow its tokens one by one, from the first, if their log-probabilities are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,8 @@ class SchedulerOutput:
     """Requests to forget, before anything else: they ended or were preempted."""
     new: tuple[NewRequest, ...]
     chunks: tuple[Chunk, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+    """KV blocks to copy before the step, (source, destination). No destination is a source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +113,5 @@ class StepResult:
     samples: dict[int, tuple[Sample, ...]]
     faults: dict[int, RequestFailed] = field(default_factory=dict)
     """Requests that could not get a token, each with its error; the others are not touched."""
+    prompt_logprobs: dict[int, tuple[dict[int, float], ...]] = field(default_factory=dict)
+    """For each chunk with `next_prompt_ids`: of those tokens and of the likeliest at their places, by token id."""

@@ -19,6 +19,7 @@ class EngineStats:
     """A snapshot of an engine after a step. Counts are of live requests unless they say total."""
 
     running: int = 0
+    """Each of a request's n outputs counts, here and among the waiting."""
     waiting: int = 0
     """Preempted ones included."""
     blocked: int = 0

@@ -27,6 +27,8 @@ class _Address:
     stream: weakref.ref[TokenStream]
     report: RequestReport | None
     """For the application's hooks; None if there are none."""
+    ended: list[Request] = field(default_factory=list)
+    """Those of its outputs that have ended."""
 
 
 @dataclass(slots=True)
@@ -72,25 +74,27 @@ class Delivery:
         by_loop: dict[Loop, dict[int, _Parcel]] = {}
         for delta in deltas:
             request = delta.request
-            address = self._addresses.get(request.request_id)
+            address = self._addresses.get(request.group_id)
             if address is None:
                 continue
             parcels = by_loop.setdefault(address.loop, {})
-            parcel = parcels.setdefault(request.request_id, _Parcel(address.stream))
+            parcel = parcels.setdefault(request.group_id, _Parcel(address.stream))
             is_last = request.is_finished and delta is last[request.request_id]
             if delta.sample is not None:
                 parcel.tokens.append(_token(delta, is_last))
             if is_last:
-                parcel.end = _end(request)
-                if address.report is not None:
-                    address.report.finish(parcel.end)
-                self.detach(request.request_id)
+                address.ended.append(request)
+                if len(address.ended) == request.params.n or request.sibling_ids:  # ended before it forked
+                    parcel.end = _end(address.ended)
+                    if address.report is not None:
+                        address.report.finish(parcel.end)
+                    self.detach(request.group_id)
         for loop, parcels in by_loop.items():
             try:
                 loop.call_soon(_hand_over, list(parcels.values()))
             except LoopGone:
-                for request_id in parcels:
-                    self._abort(request_id)
+                for group_id in parcels:
+                    self._abort(group_id)
 
 
 def _hand_over(parcels: list[_Parcel]) -> None:
@@ -108,6 +112,7 @@ def _token(delta: Delta, is_last: bool) -> Token:
     return Token(
         text=delta.text,
         token_id=sample.token_id,
+        index=request.index,
         logprob=sample.logprob,
         top_logprobs=sample.top_logprobs,
         finish_reason=request.finish_reason.value if ended_well and request.finish_reason else None,
@@ -115,18 +120,34 @@ def _token(delta: Delta, is_last: bool) -> Token:
     )
 
 
-def _end(request: Request) -> StreamEnd:
-    assert request.finish_reason is not None
-    arrival, first_run = request.arrival_time, request.first_run_time
+def _end(outputs: list[Request]) -> StreamEnd:
+    """The end of a stream, of all requests behind it."""
+    outputs = sorted(outputs, key=lambda output: output.index)
+    first = outputs[0]
+    arrival, first_run = first.arrival_time, first.first_run_time
+    first_token = min((o.first_token_time for o in outputs if o.first_token_time is not None), default=None)
     usage = Usage(
-        prompt_tokens=request.num_prompt_tokens,
-        cached_tokens=request.num_cached_tokens,
-        output_tokens=request.num_output_tokens,
-        preemptions=request.num_preemptions,
+        prompt_tokens=first.num_prompt_tokens,
+        cached_tokens=first.num_cached_tokens,
+        output_tokens=sum(output.num_output_tokens for output in outputs),
+        preemptions=sum(output.num_preemptions for output in outputs),
         queue_time=None if first_run is None else first_run - arrival,
-        ttft=None if request.first_token_time is None else request.first_token_time - arrival,
-        total_time=request.timeline[-1][1] - arrival,
-        timeline=tuple((state, when - arrival) for state, when in request.timeline),
+        ttft=None if first_token is None else first_token - arrival,
+        total_time=max(output.timeline[-1][1] for output in outputs) - arrival,
+        timeline=tuple((state, when - arrival) for state, when in first.timeline),
     )
-    prompt_token_ids = tuple(request.token_ids[: request.num_prompt_tokens])
-    return StreamEnd(usage, prompt_token_ids, request.finish_reason.value, request.stop_reason, request.error)
+    failed = next((output for output in outputs if output.error is not None), None)
+    reasons = tuple((_reason(output), output.stop_reason) for output in outputs)
+    return StreamEnd(
+        usage,
+        prompt_token_ids=tuple(first.token_ids[: first.num_prompt_tokens]),
+        prompt_logprobs=tuple(first.prompt_logprobs) or None,
+        reasons=reasons,
+        finish_reason=_reason(failed or first),
+        error=None if failed is None else failed.error,
+    )
+
+
+def _reason(ended: Request) -> str:
+    assert ended.finish_reason is not None
+    return ended.finish_reason.value

@@ -15,13 +15,13 @@ class Token:
     held back; a later token's text then brings them. All texts joined are exactly the decoded output."""
     token_id: int
     index: int = 0
-    """Which of the request's outputs it belongs to; today a request has one."""
+    """Which of the request's n outputs it belongs to."""
     logprob: float | None = None
     """Of the model's own distribution, before temperature; None unless `SamplingParams.logprobs` is given."""
     top_logprobs: Mapping[int, float] | None = None
     """Of the likeliest tokens and of this one, by token id."""
     finish_reason: str | None = None
-    """On the last token: "stop" or "length"."""
+    """On the last token of its output: "stop" or "length"."""
     stop_reason: str | int | None = None
     """With "stop": the stop string or the end token's id."""
 
@@ -34,17 +34,20 @@ class Usage:
     """What a request took. Times in seconds."""
 
     prompt_tokens: int
+    """Of the prompt, whatever n is."""
     cached_tokens: int
     """Prompt tokens whose KV came from the prefix cache."""
     output_tokens: int
+    """Of all outputs."""
     preemptions: int
+    """Of all outputs."""
     queue_time: float | None
     """From the call until it first ran; None if it never did."""
     ttft: float | None
     """From the call until its first token; None if it has none."""
     total_time: float
     timeline: tuple[tuple[str, float], ...]
-    """(state, seconds since the call when it was entered)."""
+    """(state, seconds since the call when it was entered), of the first output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +68,12 @@ class Completion:
     """A request's whole result."""
 
     outputs: tuple[CompletionOutput, ...]
+    """One for each of the n that were asked for; `text`, `token_ids` and `finish_reason` are those of the first."""
     prompt_token_ids: tuple[int, ...]
     usage: Usage
+    prompt_logprobs: tuple[Mapping[int, float] | None, ...] | None = None
+    """For each prompt token the log-probabilities of the likeliest tokens at its place and its own, by token id,
+    of the model's own distribution; None for the first. None altogether unless asked for."""
 
     @property
     def text(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -19,8 +19,11 @@ class StreamEnd:
 
     usage: Usage
     prompt_token_ids: tuple[int, ...]
+    prompt_logprobs: tuple[Mapping[int, float] | None, ...] | None
+    reasons: tuple[tuple[str, str | int | None], ...]
+    """(finish reason, stop reason) of each output."""
     finish_reason: str
-    stop_reason: str | int | None
+    """Of the first output, or of the error."""
     error: MotetError | None
 
 
@@ -30,6 +33,9 @@ class TokenStream:
     It ends normally only when the request ended normally (stop, length); otherwise `__anext__` raises what
     ended it, after all tokens that came before: `DeadlineExceeded`, `EngineClosed`, `EngineDead`,
     `InvalidRequest`, `PromptTooLong`, `RequestFailed`; after a cancel or abort at once `RequestAborted`.
+
+    With n > 1 the tokens of all outputs come as they are made: `Token.index` says which output each belongs to.
+    The stream ends when all have ended; whatever ends one before its time ends all.
 
     Leaving `async with`, cancelling a task that waits for a token, or dropping the last reference all abort
     the request. Tokens wait here, without limit, for as long as nobody asks for them. It belongs to the event
@@ -76,16 +82,12 @@ class TokenStream:
         async for _ in self:  # raises what ended it
             pass
         assert self._end is not None, "the iteration ended"
-        tokens = self._tokens
-        output = CompletionOutput(
-            index=0,
-            text="".join(token.text for token in tokens),
-            token_ids=tuple(token.token_id for token in tokens),
-            logprobs=_logprobs(tokens),
-            finish_reason=self._end.finish_reason,
-            stop_reason=self._end.stop_reason,
-        )
-        return Completion((output,), self._end.prompt_token_ids, self._end.usage)
+        end = self._end
+        tokens: list[list[Token]] = [[] for _ in end.reasons]
+        for token in self._tokens:
+            tokens[token.index].append(token)
+        outputs = tuple(_output(i, *args) for i, args in enumerate(zip(tokens, end.reasons, strict=True)))
+        return Completion(outputs, end.prompt_token_ids, end.usage, end.prompt_logprobs)
 
     @property
     def usage(self) -> Usage | None:
@@ -147,6 +149,17 @@ class TokenStream:
             self._end = end
         if self._arrival is not None and (end is not None or not self._waits_for_end):
             self._arrival.set()
+
+
+def _output(index: int, tokens: list[Token], reasons: tuple[str, str | int | None]) -> CompletionOutput:
+    return CompletionOutput(
+        index=index,
+        text="".join(token.text for token in tokens),
+        token_ids=tuple(token.token_id for token in tokens),
+        logprobs=_logprobs(tokens),
+        finish_reason=reasons[0],
+        stop_reason=reasons[1],
+    )
 
 
 def _logprobs(tokens: list[Token]) -> tuple[dict[int, float], ...] | None:

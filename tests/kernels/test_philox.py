@@ -71,3 +71,9 @@ def test_numbers_lie_evenly_below_one(vary: str) -> None:
     # Chi-square with 99 degrees of freedom: above 170 in one of 100,000 runs, and these numbers are fixed.
     assert ((counts - 400) ** 2 / 400).sum() < 170
     assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.02
+
+
+def test_each_row_has_a_choice_of_its_own() -> None:
+    choices = [0, 1, 5, 1]
+    batch = uniform(np.full(4, 7, np.uint64), np.full(4, 2, np.uint64), np.array(choices, np.uint64))
+    assert batch.tolist() == [draw(7, 2, choice=choice) for choice in choices]

@@ -322,3 +322,16 @@ def test_a_sequence_gets_the_same_beside_any_company() -> None:
 def test_an_empty_step_is_fine(ops: ReferenceOps) -> None:
     PagedCase([]).check()
     assert ops.embedding(torch.empty(0, dtype=torch.int64), random(5, 3)).shape == (0, 3)
+
+
+@DTYPES
+def test_copied_blocks_equal_their_sources_and_no_other_block_changes(dtype: torch.dtype) -> None:
+    ops = ReferenceOps(CPU, dtype)
+    kv = ops.new_kv_cache(num_blocks=6, block_size=4, num_kv_heads=2, head_dim=8)
+    kv.both.copy_(random(*kv.both.shape, dtype=dtype))
+    before = kv.both.clone()
+    ops.copy_kv_blocks(kv, torch.tensor([1, 1, 5]), torch.tensor([3, 0, 2]), block_size=4)
+    for block, source in enumerate([1, 1, 5, 1, 4, 5]):
+        for offset in range(4):
+            assert torch.equal(kv.both[4 * block + offset], before[4 * source + offset])
+    assert torch.equal(kv.both[-1], before[-1])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from motet.errors import RequestFailed
@@ -61,6 +61,9 @@ class FakeDetokenizer:
     hold_back: int | None = None
     _held: str = ""
 
+    def fork(self) -> FakeDetokenizer:
+        return replace(self)
+
     def push(
         self, token_id: int, *, is_stop_token: bool = False, last: bool = False
     ) -> tuple[str, str | None]:
@@ -81,6 +84,7 @@ def make_sampling(
     end_token_ids: Iterable[int] = (),
     temperature: float = 0.0,
     rules: LogitsRules | None = None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingSpec:
     return SamplingSpec(
         temperature=temperature,
@@ -92,6 +96,7 @@ def make_sampling(
         min_tokens=min_tokens,
         end_token_ids=frozenset(end_token_ids),
         rules=rules,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -104,6 +109,9 @@ def make_request(
     max_total_tokens: int = 1000,
     end_token_ids: Iterable[int] = (),
     seed: int = 0,
+    n: int = 1,
+    prompt_logprobs: int | None = None,
+    group_id: int = -1,
     tenant: str = "default",
     adapter_slot: int = -1,
     priority: int = 0,
@@ -113,18 +121,29 @@ def make_request(
     detokenizer: FakeDetokenizer | None = None,
     rules: LogitsRules | None = None,
 ) -> Request:
-    """A request with its prompt; ids are also the order of arrival. Each adapter slot has a digest of its own."""
+    """A request with its prompt; ids are also the order of arrival. Each adapter slot has a digest of its own.
+
+    Its siblings have the ids behind its own.
+    """
     digest = None if adapter_slot < 0 else b"adapter %d" % adapter_slot
     request = Request(
         request_id=request_id,
-        params=SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens),
-        sampling=make_sampling(seed=seed, min_tokens=min_tokens, end_token_ids=end_token_ids, rules=rules),
+        params=SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, n=n),
+        sampling=make_sampling(
+            seed=seed,
+            min_tokens=min_tokens,
+            end_token_ids=end_token_ids,
+            rules=rules,
+            prompt_logprobs=prompt_logprobs,
+        ),
         max_total_tokens=max_total_tokens,
         clock=clock or FakeClock(),
         priority=priority,
         deadline=deadline,
         tenant=tenant,
         adapter_slot=adapter_slot,
+        group_id=group_id,
+        sibling_ids=tuple(range(request_id + 1, request_id + n)),
         root_hash=root_hash(b"model", "float32", "fake", digest, f"tenant:{tenant}"),
         prerequisites=set(prerequisites),
     )
@@ -178,19 +197,32 @@ def run_until_done(core: EngineCore, *, max_steps: int = 1000) -> list[Delta]:
     raise AssertionError(f"not done after {max_steps} steps")
 
 
-def solo_run(request: Request) -> tuple[list[int], FinishReason]:
-    """What the fake model says to a request that is alone: no blocks, no chunks, no plans."""
+def solo_run(request: Request, choice: int = 0) -> tuple[list[int], FinishReason]:
+    """What the fake model says to a request that is alone: no blocks, no chunks, no plans, no siblings."""
     prompt = request.token_ids[: request.num_prompt_tokens]
+    sampling = replace(request.sampling, choice=choice)
     output: list[int] = []
     limit = min(request.params.max_tokens, request.max_total_tokens - len(prompt))
     while len(output) < limit:
-        states: list[int] = []
-        for token_id in prompt + output:
-            states.append(_kv_of(states[-1] if states else 0, token_id, request.adapter_slot))
-        output.append(_choose(states, request.sampling, len(output), prompt + output))
-        if output[-1] in request.sampling.end_token_ids and len(output) > request.params.min_tokens:
+        states = _states(prompt + output, request.adapter_slot)
+        output.append(_choose(states, sampling, len(output), prompt + output))
+        if output[-1] in sampling.end_token_ids and len(output) > request.params.min_tokens:
             return output, FinishReason.STOP
     return output, FinishReason.LENGTH
+
+
+def solo_prompt_logprobs(request: Request) -> list[dict[int, float] | None]:
+    """What the fake model says of a request's prompt."""
+    prompt = request.token_ids[: request.num_prompt_tokens]
+    states = _states(prompt, request.adapter_slot)
+    return [None, *(_logprobs(states[:i], prompt[i]) for i in range(1, len(prompt)))]
+
+
+def _states(token_ids: Sequence[int], adapter_slot: int) -> list[int]:
+    states: list[int] = []
+    for token_id in token_ids:
+        states.append(_kv_of(states[-1] if states else 0, token_id, adapter_slot))
+    return states
 
 
 def _kv_of(before: int, token_id: int, adapter_slot: int) -> int:
@@ -203,7 +235,11 @@ def _choose(
     masked = sampling.end_token_ids if output_index < sampling.min_tokens else frozenset()
     candidates = [token_id for token_id in range(VOCAB_SIZE) if token_id not in masked]
     seen = () if sampling.rules is None else tuple(token_ids)
-    return candidates[hash((*states, sampling.seed, *seen)) % len(candidates)]
+    return candidates[hash((*states, sampling.seed, sampling.choice, *seen)) % len(candidates)]
+
+
+def _logprobs(states: Sequence[int], token_id: int) -> dict[int, float]:
+    return {token_id: float(hash((*states, token_id)))}
 
 
 @dataclass
@@ -279,8 +315,12 @@ class FakeRunner:
         assert set(counts.values()) == {1}, "one chunk a request"
         samples: dict[int, tuple[Sample, ...]] = {}
         faults: dict[int, RequestFailed] = {}
+        of_prompts: dict[int, tuple[dict[int, float], ...]] = {}
+        self._copy(plan.copies)
         for chunk in plan.chunks:
             self._compute(chunk)
+            if chunk.next_prompt_ids:
+                of_prompts[chunk.request_id] = self._prompt_logprobs(chunk)
             if chunk.request_id in self.faults:
                 faults[chunk.request_id] = self.faults.pop(chunk.request_id)
                 row = self.rows[chunk.request_id]
@@ -289,9 +329,27 @@ class FakeRunner:
             elif chunk.output_index >= 0:
                 samples[chunk.request_id] = (self._sample(chunk),)
         named = {block_id for chunk in plan.chunks for block_id in self.rows[chunk.request_id].block_ids}
-        handle = _Handle(self, StepResult(samples, faults), named)
+        handle = _Handle(self, StepResult(samples, faults, of_prompts), named)
         self.in_flight.append(handle)
         return handle
+
+    def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        destinations = {destination for _, destination in copies}
+        assert len(destinations) == len(copies), "one block becomes two"
+        assert not destinations & {source for source, _ in copies}, "copied before it is whole"
+        assert not destinations & {b for row in self.rows.values() for b in row.block_ids}, (
+            "overwritten in use"
+        )
+        for source, destination in copies:
+            for offset in range(self.block_size):
+                if (source, offset) in self._memory:
+                    self._memory[destination, offset] = self._memory[source, offset]
+
+    def _prompt_logprobs(self, chunk: Chunk) -> tuple[dict[int, float], ...]:
+        assert len(chunk.next_prompt_ids) <= len(chunk.token_ids)
+        first = chunk.start + 1
+        states = self._read(chunk.request_id, first + len(chunk.next_prompt_ids) - 1)
+        return tuple(_logprobs(states[:i], t) for i, t in enumerate(chunk.next_prompt_ids, first))
 
     def _compute(self, chunk: Chunk) -> None:
         row = self.rows[chunk.request_id]

@@ -305,6 +305,18 @@ def test_case_5_one_token_that_is_the_last_gives_all_its_text(demo: Tokenizer) -
     assert ("".join(texts), stop) == (demo.decode(ids[:1], True), None)
 
 
+def test_a_fork_goes_on_by_itself() -> None:
+    tokenizer = byte_level()
+    params = SamplingParams(stop=("xyz",))
+    one = Detokenizer(tokenizer, [BYTE_ID[b] for b in b"abc"], params)
+    other = one.fork()
+    head, *rest = (BYTE_ID[b] for b in "é".encode())
+    assert one.push(head).text == other.push(BYTE_ID[ord("x")]).text == ""
+    assert [one.push(i).text for i in rest] == ["é"]
+    assert [other.push(BYTE_ID[b]) for b in b"y!"] == [("", None), ("xy!", None)]
+    assert [one.push(BYTE_ID[b]).stop for b in b"xyz"] == [None, None, "xyz"]
+
+
 @pytest.mark.parametrize(
     ("include_stop", "skip_special_tokens", "expected"),
     [(False, True, "hi"), (False, False, "hi"), (True, True, "hi"), (True, False, "hi<|im_end|>")],

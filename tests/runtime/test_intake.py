@@ -115,9 +115,20 @@ def test_token_ids_outside_the_vocabulary_are_refused_by_name(wrong: int) -> Non
 
 
 def test_more_logprobs_than_the_vocabulary_has_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="logprobs is 101, but the vocabulary has 100"):
+    with pytest.raises(InvalidRequest, match=r"^logprobs is 101, but the vocabulary has 100"):
         make(make_intake(), SamplingParams(logprobs=101))
+    with pytest.raises(InvalidRequest, match=r"^prompt_logprobs is 101, but the vocabulary has 100"):
+        make(make_intake(), SamplingParams(prompt_logprobs=101))
     assert make(make_intake(), SamplingParams(logprobs=100)).sampling.logprobs == 100
+
+
+def test_each_of_n_outputs_has_an_id_of_its_own() -> None:
+    intake = make_intake()
+    requests = [make(intake, SamplingParams(n=n)) for n in (1, 3, 2, 1)]
+    ids = [i for request in requests for i in (request.request_id, *request.sibling_ids)]
+    assert ids == sorted(set(ids))
+    assert [len(request.sibling_ids) for request in requests] == [0, 2, 1, 0]
+    assert [request.group_id for request in requests] == [request.request_id for request in requests]
 
 
 def test_stop_token_ids_outside_the_vocabulary_are_refused() -> None:

@@ -44,36 +44,57 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         prompt=prompts(12),
         tenant=st.sampled_from("xxy"),
         adapter_slot=st.sampled_from([-1, -1, 0]),
+        group_size=st.sampled_from([1, 1, 2, 3]),
     )
-    def enter(self, prompt: list[int], tenant: str, adapter_slot: int) -> None:
-        self.outside.append(
-            make_request(prompt, request_id=self.num_requests, tenant=tenant, adapter_slot=adapter_slot)
-        )
-        self.num_requests += 1
+    def enter(self, prompt: list[int], tenant: str, adapter_slot: int, group_size: int) -> None:
+        group_id = self.num_requests
+        for _ in range(group_size):
+            request = make_request(
+                prompt,
+                request_id=self.num_requests,
+                group_id=group_id,
+                tenant=tenant,
+                adapter_slot=adapter_slot,
+            )
+            self.outside.append(request)
+            self.num_requests += 1
 
     @precondition(lambda self: self.outside)
     @rule(data=st.data())
     def admit(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(self.outside))
-        victims = data.draw(st.lists(st.sampled_from(self.inside), unique=True)) if self.inside else []
-        missing = self.kv.missing_for(request, self.kv.match(request), victims)
+        siblings = [other for other in self.inside if other.group_id == request.group_id]
+        others = [other for other in self.inside if other not in siblings]
+        victims = data.draw(st.lists(st.sampled_from(others), unique=True)) if others else []
+        missing = self.kv.missing_for(request, self.kv.match(request, siblings), victims)
         for victim in victims:
             self.free(victim)
-        assert missing == self.kv.missing_for(request, self.kv.match(request)), (
+        assert missing == self.kv.missing_for(request, self.kv.match(request, siblings)), (
             "what victims give back is foretold exactly"
         )
         if missing:
             assert self.kv.pool.num_free < self.kv.num_blocks_for(request.num_tokens)
             return
         free_before = self.kv.pool.num_free
-        num_computed = self.kv.admit(request, self.kv.match(request))
+        prefix = self.kv.match(request, siblings)
+        copy = self.kv.admit(request, prefix)
         self.outside.remove(request)
         self.inside.append(request)
-        assert num_computed % self.kv.block_size == 0
+        num_computed = prefix.num_tokens
         assert num_computed < request.num_tokens
-        assert num_computed == 0 or self.kv.enable_prefix_caching
         table = self.kv.table(request)
         num_hits = num_computed // self.kv.block_size
+        assert (copy is None) == (num_computed % self.kv.block_size == 0)
+        if copy is not None:
+            assert copy[1] == table[num_hits]
+            assert any(
+                self.kv.table(s)[num_hits] == copy[0]
+                for s in siblings
+                if s.num_computed_tokens >= num_computed
+            )
+        assert num_computed == 0 or self.kv.enable_prefix_caching or siblings
+        shared = request.num_prompt_tokens - 1
+        assert num_computed >= shared or all(s.num_computed_tokens < shared for s in siblings), "not shared"
         for index in range(num_hits):
             assert self.contents[table[index]] == self.content(request, index), "a hit that is not the same"
         for block_id in table[num_hits:]:
@@ -164,9 +185,10 @@ def hits(
     kv: KVCacheManager, prompt: Sequence[int] = PROMPT, *, tenant: str = "x", adapter_slot: int = -1
 ) -> int:
     request = make_request(prompt, request_id=1001, tenant=tenant, adapter_slot=adapter_slot)
-    num_computed = kv.admit(request, kv.match(request))
+    prefix = kv.match(request)
+    kv.admit(request, prefix)
     kv.free(request)
-    return num_computed
+    return prefix.num_tokens
 
 
 def test_the_longest_cached_prefix_of_full_blocks_is_hit() -> None:
@@ -275,6 +297,53 @@ def test_a_victim_gives_back_only_what_nobody_else_holds() -> None:
     assert kv.missing_for(newcomer, kv.match(newcomer), [first, second]) == 0
     assert kv.missing_to_grow(first, 16, [second]) == 0
     assert kv.missing_to_grow(first, 16) == 1
+
+
+@pytest.mark.parametrize(
+    ("length", "num_shared", "copies"),
+    [(9, 2, False), (10, 2, True), (8, 1, True), (1, 0, False), (2, 0, True)],
+)
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_sibling_shares_full_blocks_and_copies_the_one_behind_them(
+    length: int, num_shared: int, copies: bool, caching: bool
+) -> None:
+    kv = make_kv(block_size=4, enable_prefix_caching=caching)
+    first, second = (make_request(range(length), request_id=i, group_id=0) for i in (0, 1))
+    kv.admit(first, kv.match(first))
+    assert kv.match(second, [first]).num_tokens == 0, "nothing is computed yet"
+    kv.publish(first, length - 1)
+    prefix = kv.match(second, [first])
+    copy = kv.admit(second, prefix)
+    assert prefix.num_tokens == length - 1
+    assert [a == b for a, b in zip(kv.table(first), kv.table(second), strict=True)] == [True] * num_shared + [
+        False
+    ]
+    assert copy == ((kv.table(first)[num_shared], kv.table(second)[num_shared]) if copies else None)
+    assert kv.pool.num_blocks - kv.pool.num_free == num_shared + 2
+    kv.check_integrity()
+
+
+def test_a_copy_that_a_plan_has_yet_to_make_is_no_source_of_another() -> None:
+    kv = make_kv(block_size=4, enable_prefix_caching=False)
+    first, second, third = (make_request(range(6), request_id=i, group_id=0) for i in range(3))
+    kv.admit(first, kv.match(first))
+    kv.publish(first, 5)
+    kv.admit(second, kv.match(second, [first]))
+    kv.free(first)
+    assert kv.match(third, [first, second]).num_tokens == 0
+    kv.publish(second, 6)
+    assert kv.match(third, [first, second]).num_tokens == 5
+
+
+def test_who_wants_the_log_probabilities_of_its_prompt_reuses_only_what_has_told_them() -> None:
+    kv = make_kv(block_size=4)
+    warm(kv, tenant="default")
+    request = make_request(PROMPT, prompt_logprobs=0)
+    assert kv.match(request).num_tokens == 0
+    request.prompt_logprobs += [{1: -1.0}] * 5
+    assert kv.match(request).num_tokens == 4
+    request.prompt_logprobs += [{1: -1.0}] * 3
+    assert kv.match(request).num_tokens == 8
 
 
 def test_a_request_cannot_be_admitted_twice() -> None:

@@ -82,9 +82,7 @@ def test_a_request_that_never_ran_has_an_end_but_no_prompt_and_no_queue_time() -
     request = make_request((1, 2, 3))
     meter.enter(request)
     scheduler.add(request)
-    delta = scheduler.finish(0, FinishReason.ABORT)
-    assert delta is not None
-    meter.count([delta])
+    meter.count(scheduler.finish(0, FinishReason.ABORT))
     assert (meter.prompt_tokens, sum(meter.queue_time.counts), sum(meter.time_to_first_token.counts)) == (
         0,
         0,
@@ -103,6 +101,7 @@ def plans(draw: st.DrawFn) -> list[dict]:
             "tenant": st.sampled_from("uvwxyz"),
             "adapter": st.sampled_from(["", *"abcde"]),
             "end_token_ids": st.sampled_from([(), (0, 1, 2, 3)]),
+            "n": st.sampled_from([1, 1, 3]),
             "abort_at": st.integers(0, 12) | st.none(),
         }
     )
@@ -117,7 +116,8 @@ def check_a_random_run(kinds: list[dict], depth: int) -> None:
     for i, kind in enumerate(kinds):
         request = make_request(
             kind["prompt"],
-            request_id=i,
+            request_id=3 * i,
+            n=kind["n"],
             max_tokens=kind["max_tokens"],
             tenant=kind["tenant"],
             end_token_ids=kind["end_token_ids"],
@@ -133,11 +133,10 @@ def check_a_random_run(kinds: list[dict], depth: int) -> None:
         deltas = core.step()
         assert core.last_plan is not None
         meter.step(core.last_plan, 0.01)
-        for request, kind in zip(requests, kinds, strict=True):
-            if kind["abort_at"] == step and (
-                delta := scheduler.finish(request.request_id, FinishReason.ABORT)
-            ):
-                deltas.append(delta)
+        for i, kind in enumerate(kinds):
+            if kind["abort_at"] == step:
+                deltas += scheduler.finish(3 * i, FinishReason.ABORT)
+        requests += {d.request: None for d in deltas if d.request not in requests}
         meter.count(deltas)
         tokens.update(delta.request.request_id for delta in deltas if delta.sample is not None)
         step += 1
@@ -149,7 +148,8 @@ def check_a_random_run(kinds: list[dict], depth: int) -> None:
     assert sum(meter.inter_token_latency.counts) == tokens.total() - len(tokens)
     ran = [r for r in requests if "running" in dict(r.timeline)]
     assert sum(meter.queue_time.counts) == len(ran)
-    assert meter.prompt_tokens == sum(r.num_prompt_tokens for r in ran) == scheduler.prefix_query_tokens
+    of_prompts = sum(r.num_prompt_tokens for r in ran if r.index == 0)
+    assert meter.prompt_tokens == of_prompts == scheduler.prefix_query_tokens
     for tallies, name_of in (
         (meter.adapters, lambda r: r.adapter.name if r.adapter else ""),
         (meter.tenants, lambda r: r.tenant),
@@ -161,7 +161,7 @@ def check_a_random_run(kinds: list[dict], depth: int) -> None:
             name = name_of(request)
             entry = expected.setdefault(name if name in shown else OTHER, [0, 0, 0])
             entry[0] += 1
-            entry[1] += request.num_prompt_tokens if request in ran else 0
+            entry[1] += request.num_prompt_tokens if request in ran and request.index == 0 else 0
             entry[2] += tokens[request.request_id]
         assert {n: [t.requests, t.prompt_tokens, t.output_tokens] for n, t in shown.items()} == expected
     assert not meter._live
