@@ -1,7 +1,7 @@
 """LogitsRules at work: penalties, biases, bans and the application's processors, over the rows that have some.
 
-All rows that ask go together through a few gathers and scatters. Those cost what the tokens they name cost, not
-the vocabulary, and so need no kernel of their own. Rows that do not ask are not looked at.
+All rows that ask go together through a few gathers and scatters, which cost little more than a copy of those
+rows and so need no kernel of their own. Rows that do not ask are not looked at.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RequestRules:
             self.output_counts = dict.fromkeys(self.token_ids, 0)
         self.bias_ids = torch.tensor([token_id for token_id, _ in rules.logit_bias], dtype=torch.int64)
         self.bias = torch.tensor([added for _, added in rules.logit_bias], dtype=torch.float32)
-        self.allowed = None if rules.allowed_token_ids is None else torch.tensor(rules.allowed_token_ids)
+        self._forbidden: Tensor | None = None
         self._always_banned = [word[0] for word in rules.bad_words if len(word) == 1]
         self._longer_words: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         """By the token before their last."""
@@ -51,6 +51,13 @@ class RequestRules:
         self.token_ids.append(token_id)
         if self._penalizes:
             self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
+
+    def forbidden(self, vocab_size: int) -> Tensor | None:
+        """[V] bool: what `allowed_token_ids` leave out; None if they are not given. Made once, at the first step."""
+        if self._forbidden is None and self.spec.allowed_token_ids is not None:
+            self._forbidden = torch.ones(vocab_size, dtype=torch.bool)
+            self._forbidden[torch.tensor(self.spec.allowed_token_ids, dtype=torch.int64)] = False
+        return self._forbidden
 
     @property
     def banned(self) -> list[int]:
@@ -138,13 +145,10 @@ def _bias(rows: Tensor, rules: Sequence[RequestRules]) -> None:
 
 
 def _ban(rows: Tensor, rules: Sequence[RequestRules]) -> None:
-    limited = [(i, own.allowed) for i, own in enumerate(rules) if own.allowed is not None]
-    if limited:
-        index = torch.tensor([i for i, _ in limited], device=rows.device)
-        places = _places([allowed for _, allowed in limited], rows.device)
-        kept = rows.new_full((len(limited), rows.shape[1]), -inf)
-        kept[places] = rows[index[places[0]], places[1]]
-        rows[index] = kept
+    masks = {i: mask for i, own in enumerate(rules) if (mask := own.forbidden(rows.shape[1])) is not None}
+    if masks:
+        index = torch.tensor(list(masks), device=rows.device)
+        rows[index] = rows[index].masked_fill_(torch.stack(list(masks.values())).to(rows.device), -inf)
     banned = [torch.tensor(own.banned, dtype=torch.int64) for own in rules]
     rows[_places(banned, rows.device)] = -inf
 
