@@ -36,7 +36,8 @@ class EngineConfig(BaseModel):
     """Compute threads, for torch in the whole process. None: torch's own choice (the physical cores)."""
 
     max_model_len: int | None = Field(default=None, ge=1, le=1 << 30)
-    """Longest prompt and answer together, in tokens. None: the model's own context length."""
+    """Longest prompt and answer together, in tokens. None: the model's own context length, with LongRoPE
+    the original one: asked for more, such a model turns all sequences as long ones, short ones then not exactly."""
 
     max_num_seqs: int = Field(default=64, ge=1, le=1 << 16)
     """Most requests that run in one step."""

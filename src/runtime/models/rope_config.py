@@ -119,7 +119,9 @@ def _make_rope(
             raise CorruptCheckpoint(f"config: rope_parameters: {key} is {value!r}, which makes no sense")
     read = _SCALINGS[rope_type]
     scaling = None if read is None else read(config, parameters)
-    max_length = int(_original_length(config, parameters)) if rope_type == "longrope" else None
+    max_length = None
+    if rope_type == "longrope" and not _is_long(config, parameters):
+        max_length = int(_original_length(config, parameters))
     share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if share not in (None, 1) and not partial:
         raise UnsupportedModel(f"config: partial_rotary_factor is {share}; here only whole heads (1.0) turn")
@@ -137,6 +139,10 @@ def _original_length(config: Parameters, parameters: Parameters) -> float:
     if not _is_number(length) or length <= 1:
         raise CorruptCheckpoint(f"config: original_max_position_embeddings is {length!r}; a length is needed")
     return float(length)
+
+
+def _is_long(config: Parameters, parameters: Parameters) -> bool:
+    return (config.get("max_model_len") or 0) > _original_length(config, parameters)
 
 
 def _linear(config: Parameters, parameters: Parameters) -> AnyScaling:
@@ -174,17 +180,20 @@ def _yarn(config: Parameters, parameters: Parameters) -> AnyScaling:
 
 
 def _longrope(config: Parameters, parameters: Parameters) -> AnyScaling:
-    """Its frequencies up to the original context.
+    """One of its two sets of frequencies.
 
-    A longer sequence turns by others, all its tokens from the first on. Keys that are already cached cannot follow,
-    so that sequences end there (`RopeConfig.max_length`).
+    transformers turns a sequence by the short ones up to the original context, and by the long ones, all its tokens
+    from the first on, as soon as it is longer; keys that are already cached cannot follow. So the short ones serve,
+    and sequences end at the original context (`RopeConfig.max_length`), unless longer ones were asked for: then
+    the long ones serve, exactly for those whose prompt is longer than the original context.
     """
     original = _original_length(config, parameters)
     factor = parameters.get("factor", config["max_position_embeddings"] / original)
+    factors = "long_factor" if _is_long(config, parameters) else "short_factor"
     default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return DivisorScaling(
         magnitude=parameters.get("attention_factor", default),
-        divisors=tuple(parameters.get("short_factor", ())),
+        divisors=tuple(parameters.get(factors, ())),
     )
 
 

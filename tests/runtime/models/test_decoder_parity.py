@@ -160,6 +160,24 @@ def test_logits_equal_those_of_transformers_behind_a_context_of_8000_and_20000_t
     assert relative_error(motet_logits(model, ops, ids, rows, chunk=2048), expected) <= 1e-4
 
 
+@pytest.mark.parametrize("first_position", [0, 8_000, 20_000])
+def test_longrope_beyond_its_original_context_equals_transformers_where_it_was_asked_for(
+    first_position: int, tmp_path: Path
+) -> None:
+    scaling = {key: value for key, value in LONGROPE.items() if key != "factor"}
+    hf_model = make_hf_model("phi3", rope_parameters=scaling, original_max_position_embeddings=30)
+    ops = float32_ops()
+    folder = save_folder(hf_model, tmp_path)
+    assert load_model(folder, ops).model.max_model_len == 30
+    model = load_model(folder, ops, max_model_len=32_768).model
+    assert model.max_model_len == 32_768
+    ids, rows = make_ids(40), range(40)
+    expected = hf_logits(hf_model, ids, rows, first_position)
+    for chunk in (40, 7):
+        actual = motet_logits(model, ops, ids, rows, first_position=first_position, chunk=chunk)
+        assert relative_error(actual, expected) <= 1e-4
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(
     family: str, tmp_path: Path

@@ -185,6 +185,17 @@ def test_longrope_ends_where_its_other_frequencies_would_begin() -> None:
     assert read_rope({**config, "rope_scaling": YARN}, 8).max_length is None
 
 
+@pytest.mark.parametrize("asked", [None, 24_000, 24_001])
+def test_longrope_turns_as_long_sequences_do_if_such_are_asked_for(asked: int | None) -> None:
+    config = {"max_position_embeddings": 131_072, "rope_scaling": LONGROPE, "max_model_len": asked}
+    rope = read_rope(config, 8)
+    factors = LONGROPE["long_factor" if asked == 24_001 else "short_factor"]
+    torch.testing.assert_close(
+        rope.frequencies(), read_rope({}, 8).frequencies() / torch.tensor(factors), rtol=3e-7, atol=0
+    )
+    assert rope.max_length == (None if asked == 24_001 else 24_000)
+
+
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_dynamic_rope_is_refused_as_it_depends_on_the_current_length(key: str) -> None:
     with pytest.raises(UnsupportedModel, match=r"'dynamic'.*current length.*cached exactly"):
