@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # `as` makes each a public name for type checkers
     from motet.runtime.model_info import ModelInfo as ModelInfo
     from motet.runtime.models.plugins import register_model as register_model
     from motet.runtime.statistics import EngineStats as EngineStats
+    from motet.sdk.blocking import Engine as Engine
     from motet.sdk.engine import AsyncEngine as AsyncEngine
     from motet.sdk.hooks import AdmittedRequest as AdmittedRequest
     from motet.sdk.hooks import FinishedRequest as FinishedRequest
@@ -73,6 +74,7 @@ _HOMES = {
     ],
     "motet.lora.pool": ["AdapterInfo"],
     "motet.params": ["LogitsProcessor", "SamplingParams", "TenantPolicy"],
+    "motet.sdk.blocking": ["Engine"],
     "motet.sdk.engine": ["AsyncEngine"],
     "motet.sdk.hooks": ["AdmittedRequest", "FinishedRequest"],
     "motet.runtime.model_info": ["ModelInfo"],

@@ -26,6 +26,7 @@ NAMES = [
     "CompletionOutput",
     "CorruptCheckpoint",
     "DeadlineExceeded",
+    "Engine",
     "EngineClosed",
     "EngineConfig",
     "EngineDead",

@@ -54,7 +54,7 @@ class Life:
         serving = self.session
         if serving is not None and serving.is_serving:
             return
-        collector = await anyio.to_thread.run_sync(self._load_libraries)
+        collector = await anyio.to_thread.run_sync(_load_libraries, self._registry)
         ending = self.session
         if ending is not None and ending.is_here and ending.thread.is_stopping:
             await wait_for(ending.thread.ended)
@@ -97,9 +97,10 @@ class Life:
             if self.session is session:
                 self.session = None
 
-    def _load_libraries(self) -> EngineCollector:
-        """What takes seconds to import, torch above all."""
-        import_module("motet.runtime.engine_thread")
-        from motet.sdk.metrics import collector_of
 
-        return collector_of(self._registry)
+def _load_libraries(registry: CollectorRegistry | None) -> EngineCollector:
+    """What takes seconds to import, torch above all."""
+    import_module("motet.runtime.engine_thread")
+    from motet.sdk.metrics import collector_of
+
+    return collector_of(registry)
