@@ -62,7 +62,10 @@ class AdapterArena:
         self._free_slots: list[int] = []
         # As in `LoRASlices`: a_offset, b_offset, rank, scale_offset, shift_offset. [5, slots, projections]
         self._table = torch.zeros(len(_NOTHING), 0, len(self._modules), dtype=torch.int64, device=device)
+        # Slots whose adapter has a scale or a shift; and of each site, those whose adapter acts there. Readers take
+        # no lock: a set is replaced, never changed.
         self._rescaling: frozenset[int] = frozenset()
+        self._acting: list[frozenset[int]] = [frozenset()] * len(self._sites)
         self._slices: tuple[LoRASlices, ...] = ()
         self._grow()
 
@@ -80,8 +83,7 @@ class AdapterArena:
 
     def adapts(self, slots: Iterable[int], site_index: int) -> bool:
         """Whether an adapter in one of the slots changes anything at the site."""
-        slices = self._slices[site_index]
-        return any((slices.rank[slot] > 0).any() or (slices.shift_offset[slot] >= 0).any() for slot in slots)
+        return not self._acting[site_index].isdisjoint(slots)
 
     def nbytes(self, slot: int) -> int:
         """What the adapter in `slot` takes of `capacity_bytes`."""
@@ -113,6 +115,12 @@ class AdapterArena:
             self._table[:, slot] = layout.to(self._table.device)
             if (layout[3:] >= 0).any():
                 self._rescaling |= {slot}
+            acts = (layout[2] > 0) | (layout[3:] >= 0).any(0)
+            per_site = torch.split(acts, [len(site.modules) for site in self._sites])
+            self._acting = [
+                slots | {slot} if here.any() else slots
+                for slots, here in zip(self._acting, per_site, strict=True)
+            ]
         # Outside of the lock: nobody else knows the slot yet, so nobody waits and nobody sees it half done.
         self.data[offset : offset + packed.data.numel()].copy_(packed.data)
         return slot
@@ -130,6 +138,7 @@ class AdapterArena:
             offset, _ = self._held.pop(slot)
             self._table[:, slot] = self._table.new_tensor(_NOTHING)[:, None]
             self._rescaling -= {slot}
+            self._acting = [slots - {slot} for slots in self._acting]
             self._extents.free(offset)
             self._free_slots.append(slot)
 

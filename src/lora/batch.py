@@ -29,7 +29,7 @@ class LoRABatch:
         self._rescales = arena.rescales(self._slots)
 
     def adapts(self, site: LoRASite) -> bool:
-        """Whether any row's adapter acts at `site`. For the few sites where to know it saves work."""
+        """Whether any row's adapter acts at `site`."""
         return self._arena.adapts(self._slots, site.index)
 
     def of_rows(self, rows: Tensor) -> LoRABatch:
@@ -42,7 +42,7 @@ class LoRABatch:
         x [T, in_features] is the linear's input, out [T, sum(out_features)] its output, before any epilogue. At an
         embedding x is [T] int64, the ids.
         """
-        if self._slots:
+        if self.adapts(site):
             arena, slices = self._arena.data, self._arena.slices(site.index)
             if self._rescales:
                 ops.lora_rescale(arena, slices, self.segments, out)

@@ -31,7 +31,7 @@ _PARTS = {
 _PARTS_OF_ROLE = {
     "layer": {"lora_A", "lora_B", "lora_B.bias", "lora_magnitude_vector", "bias"},
     "head": {"lora_A", "lora_B", "lora_B.bias", "lora_magnitude_vector", "bias", "weight"},
-    "embedding": {"lora_embedding_A", "lora_embedding_B", "weight"},
+    "embedding": {"lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "weight"},
 }
 _FOREIGN_KEYS = (
     ("modules_to_save.", "modules_to_save"),
@@ -179,11 +179,13 @@ def _promised(config: PeftConfig, module: BoundModule) -> set[str]:
     """The parts that the config says the module has."""
     promised = set()
     if module.target is not None and module.projection.site.role == "embedding":
-        if config.dora or config.lora_bias:
-            feature = "use_dora" if config.dora else "lora_bias"
-            raise UnsupportedAdapter(
-                f"{config.path}: {feature} of an embedding, which motet does not compute"
-            )
+        features = {
+            "use_dora": config.dora,
+            "lora_bias": config.lora_bias,
+            "ensure_weight_tying": config.tied,
+        }
+        if on := [name for name in features if features[name]]:
+            raise UnsupportedAdapter(f"{config.path}: {on[0]} of an embedding, which motet does not compute")
         promised |= {"lora_embedding_A", "lora_embedding_B"}
     elif module.target is not None:
         promised |= {"lora_A", "lora_B"}

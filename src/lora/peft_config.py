@@ -26,6 +26,7 @@ _READ_HERE = frozenset(
     {
         "alpha_pattern",
         "bias",
+        "ensure_weight_tying",
         "exclude_modules",
         "init_lora_weights",
         "layers_pattern",
@@ -47,7 +48,6 @@ _WITHOUT_EFFECT = frozenset(
         "auto_mapping",
         "base_model_name_or_path",
         "corda_config",
-        "ensure_weight_tying",
         "eva_config",
         "fan_in_fan_out",
         "inference_mode",
@@ -82,6 +82,8 @@ class PeftConfig:
     """Weight-decomposed (arXiv 2402.09353)."""
     lora_bias: bool
     """B has a bias."""
+    tied: bool
+    """A tied output head gets the embedding's LoRA too."""
     bias: Bias
     """Which biases of the base model the adapter has its own of."""
     rank_pattern: Mapping[str, int]
@@ -118,6 +120,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
         rslora=fields.flag("use_rslora"),
         dora=fields.flag("use_dora"),
         lora_bias=fields.flag("lora_bias"),
+        tied=fields.flag("ensure_weight_tying"),
         bias=fields.bias(),
         rank_pattern={key: fields.whole("rank_pattern", r) for key, r in fields.pattern("rank_pattern")},
         alpha_pattern={key: fields.number("alpha_pattern", x) for key, x in fields.pattern("alpha_pattern")},

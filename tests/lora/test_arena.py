@@ -151,3 +151,5 @@ def test_it_is_known_at_which_sites_an_adapter_acts() -> None:
         *(True, True),
         *(False, False),
     ]
+    arena.remove(q)
+    assert not arena.adapts([q, o], 0)
