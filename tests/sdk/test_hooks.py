@@ -201,7 +201,10 @@ def test_a_request_that_ends_before_its_caller_could_announce_it_is_announced_fi
     listeners = Listeners(lambda request: told.append("admit"), lambda request: told.append("finish"))
     report = RequestReport(AdmittedRequest("a", "id", "x", None, None), listeners, calls.append, None)
     usage = Usage(1, 0, 0, 0, None, None, 0.0, ())
-    report.finish(StreamEnd(usage, (5,), "abort", None, RequestAborted("gone")))
+    end = StreamEnd(
+        usage, (5,), None, reasons=(("abort", None),), finish_reason="abort", error=RequestAborted("gone")
+    )
+    report.finish(end)
     report.admit()
     for call in calls:
         call()
