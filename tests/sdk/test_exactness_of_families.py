@@ -61,13 +61,20 @@ def test_a_family_answers_as_transformers_does_preempted(family: TinyFamily) -> 
     assert max(completion.usage.preemptions for completion in done) >= 1
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 def test_a_family_s_adapters_answer_as_with_peft_beside_each_other_and_the_base(
     family: TinyFamily, tmp_path: Path
 ) -> None:
     attention = {"phi3": ("qkv_proj", "o_proj")}.get(family.name, ("q_proj", "k_proj", "v_proj", "o_proj"))
     mlp = {"phi3": ("gate_up_proj", "down_proj")}.get(family.name, ("gate_proj", "up_proj", "down_proj"))
     folders = {
-        "all": save_adapter(family.hf_model, tmp_path / "all", rank=8, targets=attention + mlp, strength=2.0),
+        "all": save_adapter(
+            family.hf_model,
+            tmp_path / "all",
+            rank=8,
+            targets=(*attention, *mlp, "embed_tokens"),
+            strength=2.0,
+        ),
         "attention": save_adapter(
             family.hf_model, tmp_path / "attention", rank=3, targets=attention, seed=1, strength=2.0
         ),
