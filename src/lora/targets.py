@@ -59,8 +59,9 @@ def _named(
                 f"{config.path}: target_modules names {listed(idle)}, but the model has no such module, or none "
                 "that can be adapted, and the adapter no tensor for it. If this is meant, take it from the list"
             )
-        if config.layers is not None:
-            found = [path for path in found if _layer(config, path, expressions) in config.layers]
+        if config.layers is not None:  # a whole path counts in any layer
+            layers = config.layers
+            found = [path for path in found if path in targets or _layer(config, path, expressions) in layers]
     return [path for path in found if not _is_excluded(config, path, expressions)]
 
 

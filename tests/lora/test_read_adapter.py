@@ -571,9 +571,8 @@ def test_targets_that_fit_nothing_are_an_error(
         read_adapter(edit_config(make_adapter(), target_modules=targets), sites)
 
 
-@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
-def test_a_pattern_of_another_rank_or_alpha_changes_exactly_the_modules_that_it_fits(
-    field: str, make_adapter: MakeAdapter, sites: Sites
+def test_a_pattern_of_alphas_changes_exactly_the_modules_that_it_fits(
+    make_adapter: MakeAdapter, sites: Sites
 ) -> None:
     folder = make_adapter(
         alpha_pattern={"layers.1.*q_proj": 24, "o_proj": 4}, target_modules=["q_proj", "o_proj"]
