@@ -132,3 +132,41 @@ def test_case_18_penalties_see_every_token_preempted_and_with_plans_in_flight(
         expected = greedy(tiny_model, prompt, 36, repetition_penalty=penalty, bad_words_ids=words or None)
         assert request.token_ids[len(prompt) :] == expected
     assert sum(request.num_preemptions > 0 for request in requests if request.sampling.rules is not None) >= 3
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("caching", [True, False])
+def test_siblings_of_a_copied_block_say_what_transformers_says(
+    tiny_folder: Path, tiny_model: LlamaForCausalLM, released: list[Request], depth: int, caching: bool
+):
+    block_bytes = 2 * 2 * 2 * 16 * 4 * 4
+    runtime = make_runtime(
+        tiny_folder,
+        released,
+        depth,
+        block_size=4,
+        kv_cache_bytes=40 * block_bytes,
+        max_num_batched_tokens=16,
+        enable_prefix_caching=caching,
+    )
+    groups = [add(runtime, prompt, 12, n=3, prompt_logprobs=0) for prompt in PROMPTS[:4]]
+    everyone: dict[int, Request] = {}
+    num_copies = 0
+    while runtime.core.has_work:
+        runtime.core.step()
+        everyone |= {request.request_id: request for request in runtime.core.scheduler.requests}
+        num_copies += len(runtime.core.last_plan.copies)
+        runtime.core.scheduler.check_integrity()
+    assert num_copies >= 2 * sum(len(prompt) % 4 != 1 for prompt in PROMPTS[:4]) > 0
+    for group, prompt in zip(groups, PROMPTS[:4], strict=True):
+        outputs = [request for request in everyone.values() if request.group_id == group.request_id]
+        assert len(outputs) == 3
+        for request in outputs:
+            assert request.token_ids[len(prompt) :] == greedy(tiny_model, prompt, 12)
+        with torch.inference_mode():
+            rows = tiny_model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        for i, token_id in enumerate(prompt[1:], 1):
+            assert group.prompt_logprobs[i] == pytest.approx(
+                {token_id: float(rows[i - 1, token_id])}, abs=1e-3
+            )
+    assert len(released) == 4

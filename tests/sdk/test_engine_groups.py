@@ -12,13 +12,16 @@ from motet import (
     AdapterNotFound,
     AsyncEngine,
     DeadlineExceeded,
+    EngineClosed,
     EngineConfig,
+    EngineDead,
     PromptTooLong,
     RequestAborted,
     RequestFailed,
     SamplingParams,
 )
 from tests.sdk.checks import settled, until
+from tests.sdk.conftest import CONFIG
 from tests.tiny import EOS, greedy
 
 pytestmark = pytest.mark.anyio
@@ -149,7 +152,7 @@ async def test_more_answers_than_seats_all_come(tiny_folder: Path, engine: Async
 async def test_case_18_and_21_a_pool_too_small_for_all_gives_the_same_answers(
     tiny_folder: Path, engine: AsyncEngine
 ):
-    params = sampled(5, 40, logprobs=2)
+    params = sampled(5, 40, logprobs=2, repetition_penalty=1.2, frequency_penalty=0.5)
     expected = await engine.generate(PROMPT, params)
     config = EngineConfig(kv_cache_bytes=8 * BLOCK_BYTES, threads=1, max_num_batched_tokens=16)
     async with AsyncEngine(tiny_folder, config) as tight:
@@ -243,3 +246,35 @@ async def test_end_tokens_end_each_answer_by_itself(engine: AsyncEngine):
         assert (output.token_ids[-1] == EOS) == (output.finish_reason == "stop")
         assert EOS not in output.token_ids[:-1]
     assert "stop" in reasons
+
+
+async def test_penalties_look_at_each_answers_own_tokens(engine: AsyncEngine):
+    """Greedy answers must all be the one that a request with n = 1 has."""
+    penalised = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0, repetition_penalty=1.5, n=1)
+    alone = await engine.generate(PROMPT, penalised)
+    plain = await engine.generate(PROMPT, penalised.model_copy(update={"repetition_penalty": None}))
+    assert alone.token_ids != plain.token_ids
+    assert ids(await engine.generate(PROMPT, penalised.model_copy(update={"n": 3}))) == [alone.token_ids] * 3
+
+
+async def test_case_24_a_dead_engine_ends_all_answers_once(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with AsyncEngine(tiny_folder, CONFIG) as engine:
+        stream = engine.stream(PROMPT, sampled(4, 400))
+        await stream.__anext__()
+        runner = engine._running()[1].core._runner
+        monkeypatch.setattr(runner._model, "forward", lambda *args: 1 / 0)
+        for _ in range(2):
+            with pytest.raises(EngineDead):
+                await stream.result()
+
+
+async def test_case_30_closed_in_mid_stream_all_answers_end(tiny_folder: Path):
+    engine = AsyncEngine(tiny_folder, CONFIG)
+    await engine.start()
+    stream = engine.stream(PROMPT, sampled(4, 400))
+    await stream.__anext__()
+    await engine.aclose()
+    with pytest.raises(EngineClosed):
+        await stream.result()
