@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # `as` makes each a public name for type checkers
     from motet.errors import RequestFailed as RequestFailed
     from motet.errors import UnsupportedAdapter as UnsupportedAdapter
     from motet.errors import UnsupportedModel as UnsupportedModel
-    from motet.lora.pool import AdapterInfo as AdapterInfo
+    from motet.lora.generation import AdapterInfo as AdapterInfo
     from motet.params import LogitsProcessor as LogitsProcessor
     from motet.params import SamplingParams as SamplingParams
     from motet.params import TenantPolicy as TenantPolicy
@@ -72,7 +72,7 @@ _HOMES = {
         "UnsupportedAdapter",
         "UnsupportedModel",
     ],
-    "motet.lora.pool": ["AdapterInfo"],
+    "motet.lora.generation": ["AdapterInfo"],
     "motet.params": ["LogitsProcessor", "SamplingParams", "TenantPolicy"],
     "motet.sdk.blocking": ["Engine"],
     "motet.sdk.engine": ["AsyncEngine"],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -64,6 +67,18 @@ class EngineConfig(BaseModel):
 
     adapter_bytes: int = Field(default=512 * MiB, ge=0, le=1 << 60)
     """Memory for adapter weights on the device. Taken from the system only as adapters fill it."""
+
+    adapter_host_bytes: int = Field(default=2048 * MiB, ge=0, le=1 << 60)
+    """Memory for adapters that the device has no room for. What does not fit is read from its folder again."""
+
+    adapter_root: Path | None = Field(default=None, strict=False)
+    """The folder that adapters are loaded from: sources are relative to it and may not leave it, by `..`, as
+    absolute paths or through symbolic links. None: the application's paths are trusted."""
+
+    adapter_resolver: Callable[[str], str | PathLike[str] | None] | None = None
+    """Finds the PEFT folder of an adapter that is not loaded when a request names it. Called on a thread of its
+    own, once for all that ask for the same name meanwhile; it may take its time. None as its answer is
+    `AdapterNotFound`, an exception `AdapterLoadError`, raised by the first `__anext__`."""
 
     max_metric_adapters: int = Field(default=100, ge=0)
     """Adapters, and tenants, with metrics of their own: those that come first; the rest share "other"."""

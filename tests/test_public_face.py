@@ -127,6 +127,9 @@ DEFAULTS = {
         "policy": "priority",
         "max_waiting": None,
         "adapter_bytes": 512 << 20,
+        "adapter_host_bytes": 2 << 30,
+        "adapter_root": None,
+        "adapter_resolver": None,
         "max_metric_adapters": 100,
         "seed": 0,
     },
@@ -295,7 +298,7 @@ def test_users_type_checkers_see_the_public_names(tmp_path: Path):
         env=os.environ | {"MYPYPATH": str(view)},
         check=False,
     )
-    assert "list[motet.lora.pool.AdapterInfo]" in done.stdout
+    assert "list[motet.lora.generation.AdapterInfo]" in done.stdout
     assert "error" not in done.stdout
 
 

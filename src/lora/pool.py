@@ -1,167 +1,400 @@
-"""AdapterPool: adapters by name, the generations behind the names, and who uses them. Knows no torch."""
+"""AdapterPool: adapters by name, who holds each, and what is to move next. Bookkeeping: no torch, files, threads."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
-from motet.errors import AdapterExists, AdapterNotFound
-from motet.lora.adapter import AdapterRef, LoRAWeights
+from motet.errors import AdapterError, MotetError
+from motet.lora.adapter import AdapterRef
+from motet.lora.generation import AdapterInfo, AdapterLease, Bring, Generation, Read
+from motet.lora.refusals import another, exists, not_found
+from motet.lora.tiers import AdapterTiers
 
 if TYPE_CHECKING:
-    from motet.lora.arena import AdapterArena
-
-
-@dataclass(frozen=True)
-class AdapterInfo:
-    """A snapshot of one loaded adapter."""
-
-    name: str
-    generation: int
-    """Counts the loads of the engine; never used twice."""
-    digest: str
-    """Hexadecimal; equal ones compute the same."""
-    rank: int
-    """The largest of its modules."""
-    bytes: int
-    """On the device."""
-    residency: Literal["device"]
-    pinned: bool
-    in_use: int
-    """Requests that hold it."""
-
-
-@dataclass
-class _Generation:
-    """One load of an adapter: alive from `add` until it is retired and nobody uses it."""
-
-    ref: AdapterRef
-    slot: int
-    rank: int
-    bytes: int
-    pinned: bool
-    in_use: int = 0
+    from motet.lora.arena import AdapterArena, PackedAdapter
 
 
 class AdapterPool:
-    """Every adapter in an arena. Thread-safe; the lock is never held while weights are copied.
+    """Thread-safe; the lock is never held while weights are read or copied.
 
     A name stands for its newest generation. Removing or replacing it retires that generation: it can no
     longer be acquired, those who hold it keep it, and the last `release` frees its memory.
+
+    Idle adapters leave the device for host memory, and that for the disk, least recently used first. An
+    adapter that is wanted while others fill the device waits for its turn, first come first served: those
+    that are to make way for the first take nobody new meanwhile, so that its wait has an end.
     """
 
-    def __init__(self, arena: AdapterArena) -> None:
-        self._arena = arena
+    def __init__(self, arena: AdapterArena, host_bytes: int, *, resolving: bool = False) -> None:
+        self.work: SimpleQueue[bool] = SimpleQueue()
+        """True whenever `next_job` may have something new to say."""
+        self.unresolved: SimpleQueue[Generation | None] = SimpleQueue()
+        """Unknown names, for whoever asks the resolver; only if `resolving`."""
+        self.loads = self.reloads = self.evictions = 0
+        """Totals: adapters loaded, brought back to the device, sent away from it."""
+        self._resolving = resolving
         self._lock = threading.Lock()  # over all below
         self._numbers = itertools.count(1)
-        self._live: dict[int, _Generation] = {}
-        self._current: dict[str, _Generation] = {}
+        self._ticks = itertools.count(1)
+        self._current: dict[str, Generation] = {}
+        self._tiers = AdapterTiers(arena, host_bytes)
+        self._sought: dict[str, Generation] = {}  # unknown names that requests wait for
+        self._unread: list[Generation] = []  # to be read for the first time, in order of arrival
+        self._wanted: dict[Generation, None] = {}  # to be brought to the device, in order of arrival
+        self._making_way: set[Generation] = set()  # must make way for the first that is wanted
+        self._loading: dict[Generation, Future[AdapterInfo]] = {}  # what callers of `load` wait for
+        self._read_last = False
+        self._refusal: Callable[[], MotetError] | None = None
+        self._news: list[Callable[[], object]] = []
 
-    def add(
-        self, name: str, weights: LoRAWeights, *, replace: bool = False, pin: bool = False
-    ) -> AdapterInfo:
-        """Places `weights` in the arena, on the calling thread, as the new generation of `name`.
+    # -- from any thread ---------------------------------------------------------------------------------
 
-        With `replace` the old generation, if any, is retired once the new one is there: both need room.
-        Raises `AdapterExists` if the name is taken and not `replace`, `AdapterLoadError` if there is no room.
+    def load(
+        self, name: str, source: Path, *, pin: bool = False, replace: bool = False
+    ) -> Future[AdapterInfo]:
+        """Asks for a new generation of `name`; done when it was read and has found its place.
+
+        Raises `AdapterExists` if the name is taken and not `replace`. The future may fail with that, too (loads
+        of one name follow each other), with `AdapterLoadError`, `UnsupportedAdapter`, or what `close` says.
+        Cancelled before it was read, or before a pinned one has its place, nothing is loaded.
         """
-        with self._lock:  # refuse before the work where that can be known
-            self._check_free(name, replace)
-        slot = self._arena.place(weights)
         with self._lock:
-            try:
-                self._check_free(name, replace)
-            except AdapterExists:  # another thread was faster
-                self._arena.remove(slot)
-                raise
-            if name in self._current:
-                self._retire(name)
-            ref = AdapterRef(name, next(self._numbers), weights.digest)
-            generation = _Generation(ref, slot, weights.rank, self._arena.nbytes(slot), pin)
-            self._live[ref.generation] = self._current[name] = generation
-            return _info(generation)
+            if self._refusal is not None:
+                raise self._refusal()
+            if name in self._current and not replace:
+                raise exists(name)
+            generation = Generation(name, source, pinned=pin, replace=replace)
+            self._unread.append(generation)
+            future = self._loading[generation] = Future()
+            work = self.work
+            future.add_done_callback(lambda _: work.put(True))  # cancelled, it stands in nobody's way
+            self.work.put(True)
+            return future
 
     def remove(self, name: str) -> AdapterRef:
         """Retires the name's generation and returns it. Raises `AdapterNotFound`."""
         with self._lock:
-            self._find(name)
-            return self._retire(name)
-
-    def acquire(self, name: str) -> AdapterRef:
-        """The name's generation, to be kept until `release`. Raises `AdapterNotFound`."""
-        with self._lock:
-            generation = self._find(name)
-            generation.in_use += 1
+            generation = self._current.get(name)
+            if generation is None:
+                raise not_found(name, self._current)
+            assert generation.ref is not None
+            del self._current[name]
+            generation.pinned = False
+            self._let_go(generation)
             return generation.ref
 
-    def release(self, ref: AdapterRef) -> None:
-        """Gives back what one `acquire` returned; no step in flight uses it any longer on that behalf."""
-        with self._lock:
-            generation = self._live[ref.generation]
-            assert generation.in_use > 0, f"{ref} is released more often than acquired"
-            generation.in_use -= 1
-            self._free_if_done(generation)
+    def acquire(self, name: str) -> AdapterLease:
+        """A hold on the name's generation, until `release`; on the device at once if it is there.
 
-    def slot(self, ref: AdapterRef) -> int:
-        """The adapter slot of an acquired `ref`."""
+        Raises `AdapterNotFound` if the name is unknown and nobody resolves it.
+        """
         with self._lock:
-            return self._live[ref.generation].slot
+            generation = self._current.get(name) or self._seek(name)
+            lease = AdapterLease(generation)
+            self._serve(lease, is_open=generation.is_placed and generation not in self._making_way)
+            return lease
+
+    def release(self, lease: AdapterLease) -> None:
+        """Gives back what `acquire` returned; no step in flight uses it any longer on its behalf."""
+        with self._lock:
+            generation = lease.generation
+            if lease.slot >= 0:
+                assert generation.holds > 0, f"{generation.ref} is released more often than acquired"
+                generation.holds -= 1
+                generation.last_used = next(self._ticks)
+            elif lease in generation.waiting:  # otherwise it was told that it gets none
+                generation.waiting.remove(lease)
+            lease.ready = None  # nobody is told any more
+            self._let_go(generation)
 
     def infos(self) -> list[AdapterInfo]:
         """The loaded adapters, by name; retired generations have no name."""
         with self._lock:
-            return [_info(generation) for _, generation in sorted(self._current.items())]
+            return [generation.info() for _, generation in sorted(self._current.items())]
 
     def check_integrity(self) -> None:
-        """Asserts that exactly what has a name or a user is alive, each in a slot of its own in the arena."""
+        """Asserts that exactly what somebody needs is alive, and that whoever waits is in a queue."""
         with self._lock:
-            for number, generation in self._live.items():
-                assert generation.ref.generation == number
-                assert generation.bytes == self._arena.nbytes(generation.slot)
-                assert generation.in_use >= 0
-                assert generation.in_use or self._current.get(generation.ref.name) is generation
+            self._tiers.check_integrity()
+            for generation in self._tiers.live:
+                assert generation.ref is not None
+                assert (
+                    self._is_needed(generation) or generation in self._wanted
+                )  # whose load was just cancelled
+                assert not generation.holds or generation.slot >= 0, "in use, but not on the device"
+                assert not generation.waiting or generation in self._wanted or generation.busy
             for name, generation in self._current.items():
-                assert generation.ref.name == name
-                assert self._live[generation.ref.generation] is generation
-            assert len({generation.slot for generation in self._live.values()}) == len(self._live)
-            # More is used while an `add` is under way.
-            assert self._arena.used_bytes >= sum(generation.bytes for generation in self._live.values())
-        self._arena.check_integrity()
+                assert generation.name == name and generation.published
+            assert set(self._current.values()) | set(self._wanted) | self._making_way <= self._tiers.live
 
-    def _check_free(self, name: str, replace: bool) -> None:
-        if name in self._current and not replace:
-            raise AdapterExists(f"an adapter {name!r} is loaded: pass replace=True, or unload it first")
+    def close(self, refusal: Callable[[], MotetError]) -> None:
+        """Loads nothing more: whoever waits for a load, or asks for one, gets a `refusal` of its own."""
+        with self._telling():
+            self._refusal = refusal
+            for generation in list(self._loading):
+                self._answer(generation, refusal())
 
-    def _find(self, name: str) -> _Generation:
-        if name not in self._current:
-            loaded = ", ".join(map(repr, sorted(self._current))) or "nothing"
-            raise AdapterNotFound(
-                f"no adapter {name!r} is loaded, only {loaded}; load it with `load_adapter`"
+    # -- for the loader ----------------------------------------------------------------------------------
+
+    def is_sought(self, generation: Generation) -> bool:
+        """Whether somebody still waits for this unknown name."""
+        with self._lock:
+            return self._sought.get(generation.name) is generation
+
+    def resolved(self, generation: Generation, source: Path) -> None:
+        """The unknown name is to be read from `source`."""
+        with self._lock:
+            if self._sought.get(generation.name) is generation:
+                generation.source = source
+                self._unread.append(generation)
+                self.work.put(True)
+
+    def next_job(self) -> Read | Bring | None:
+        """What to do next, reading and bringing in turns; None until `work` says that there may be something.
+
+        One job at a time: its end is to be told before the next is asked for.
+        """
+        with self._telling():
+            if self._refusal is not None:
+                return None
+            if self._read_last:
+                job = self._next_bring() or self._next_read()
+            else:
+                job = self._next_read() or self._next_bring()
+            self._read_last = isinstance(job, Read)
+            return job
+
+    def was_read(self, generation: Generation, copy: PackedAdapter, digest: bytes, rank: int) -> None:
+        """The end of a `Read`."""
+        with self._telling():
+            generation.busy = False
+            generation.copy, generation.rank, generation.nbytes = copy, rank, copy.nbytes
+            if not self._is_needed(generation):
+                self._free(generation)
+            elif self._tiers.victims(generation, self._making_way) is None:
+                self._fail(generation, self._tiers.no_room(generation))
+            else:
+                generation.ref = AdapterRef(generation.name, next(self._numbers), digest)
+                generation.last_used = next(self._ticks)
+                self._tiers.live.add(generation)
+                self._wanted[generation] = None
+                if not generation.pinned:  # a pinned one has still to find its place
+                    self._publish(generation)
+
+    def evicted(self, victim: Generation, copy: PackedAdapter | None) -> None:
+        """A victim of a `Bring` is copied, if it is `stored`, and may leave the device."""
+        with self._lock:
+            self._tiers.leave_device(victim)
+            victim.copy, victim.busy = copy, False
+            self.evictions += 1
+            self._let_go(victim)
+
+    def placed(self, job: Bring, slot: int) -> None:
+        """The end of a `Bring`: the weights are in the arena."""
+        with self._telling():
+            generation = job.generation
+            generation.slot, generation.copy, generation.busy = slot, None, False
+            self.reloads += job.is_reload
+            if not generation.published:
+                self._publish(generation)
+            self._answer(generation)
+            self._arrive(generation)
+
+    def failed(self, job: Read | Bring, error: AdapterError) -> None:
+        """The end of a job that could not be done. What it would have moved stays where it is."""
+        with self._telling():
+            if isinstance(job, Bring):
+                for victim in job.victims:
+                    if victim.slot >= 0:
+                        victim.busy = victim.stored = False
+                        self._let_go(victim)
+            failed = job.generation
+            self._fail(failed, error)
+            if isinstance(job, Read):  # those who asked for the very same meanwhile have their answer, too
+                for other in [g for g in self._unread if (g.name, g.source) == (failed.name, failed.source)]:
+                    self._unread.remove(other)
+                    self._fail(other, error)
+
+    def not_resolved(self, generation: Generation, error: AdapterError) -> None:
+        with self._telling():
+            self._fail(generation, error)
+
+    # -- what to do next -----------------------------------------------------------------------------------
+
+    def _next_read(self) -> Read | None:
+        coming = {generation.name for generation in self._wanted if not generation.published}
+        for generation in [g for g in self._unread if g.name not in coming]:
+            self._unread.remove(generation)
+            current = self._current.get(generation.name)
+            if current is not None and not generation.replace:
+                self._yield_to(current, generation)
+            elif self._is_needed(generation):
+                generation.busy = True
+                return Read(generation)
+            else:
+                self._free(generation)
+        return None
+
+    def _next_bring(self) -> Bring | None:
+        closed: list[Generation] = []
+        for generation in list(self._wanted):
+            if not self._is_needed(generation):  # the call that asked for it was cancelled
+                self._free(generation)
+            elif generation.is_placed:
+                if generation not in closed:  # it has not to make way any more
+                    self._arrive(generation)
+            elif closed:
+                self._put_down(generation)
+            elif (victims := self._tiers.victims(generation, self._making_way)) is None:
+                self._fail(generation, self._tiers.no_room(generation))
+            elif not any(victim.holds for victim in victims):
+                self._making_way = set()
+                return self._bring(generation, victims)
+            elif self._put_down(generation):
+                closed = victims
+        self._making_way = set(closed)
+        return None
+
+    def _bring(self, generation: Generation, victims: Sequence[Generation]) -> Bring:
+        is_reload = generation.stored or generation.copy is None
+        generation.busy, generation.stored = True, False
+        for victim in victims:
+            victim.busy = True
+            self._tiers.store(victim)
+        return Bring(generation, tuple(victims), is_reload)
+
+    def _put_down(self, generation: Generation) -> bool:
+        """What cannot be brought in now lets go of its copy in hand; whether it waits on.
+
+        A load does not wait for room, unless it is to be pinned.
+        """
+        if generation.published:
+            if generation.copy is not None and not generation.stored and not self._tiers.store(generation):
+                generation.copy = None
+            self._answer(generation)
+            self._let_go(generation)
+        return generation in self._wanted
+
+    # -- leases and names ----------------------------------------------------------------------------------
+
+    def _seek(self, name: str) -> Generation:
+        if not self._resolving:
+            raise not_found(name, self._current)
+        generation = self._sought.get(name)
+        if generation is None:
+            generation = self._sought[name] = Generation(name)
+            self.unresolved.put(generation)
+        return generation
+
+    def _serve(self, lease: AdapterLease, *, is_open: bool) -> None:
+        generation = lease.generation
+        generation.last_used = next(self._ticks)
+        if is_open:
+            lease.slot = generation.slot
+            generation.holds += 1
+            return
+        if lease.ready is None:
+            lease.ready = Future()
+        generation.waiting.append(lease)
+        if generation in self._tiers.live:
+            self._wanted.setdefault(generation)
+            self.work.put(True)
+
+    def _arrive(self, generation: Generation) -> None:
+        """It is on the device: whoever waits for it has it."""
+        self._wanted.pop(generation, None)
+        leases, generation.waiting = generation.waiting, []
+        for lease in leases:
+            self._serve(lease, is_open=True)
+            assert lease.ready is not None
+            self._news.append(partial(lease.ready.set_result, None))
+        self._let_go(generation)
+
+    def _yield_to(self, current: Generation, generation: Generation) -> None:
+        """Another was faster: the name stands for `current` now."""
+        leases, generation.waiting = generation.waiting, []
+        for lease in leases:
+            lease.generation = current
+            self._serve(lease, is_open=False)
+        self._answer(generation, exists(generation.name))
+        self._free(generation)
+
+    def _publish(self, generation: Generation) -> None:
+        old = self._current.get(generation.name)
+        self._current[generation.name] = generation
+        generation.published = True
+        self.loads += 1
+        self._forget_name(generation)
+        if old is not None:
+            old.pinned = False
+            self._let_go(old)
+
+    def _fail(self, generation: Generation, error: AdapterError) -> None:
+        """Whoever waits for it gets the error. A published one can be asked for again."""
+        generation.busy = False
+        if not generation.stored:
+            generation.copy = None
+        self._wanted.pop(generation, None)
+        leases, generation.waiting = generation.waiting, []
+        for lease in leases:
+            assert lease.ready is not None
+            self._news.append(partial(lease.ready.set_exception, another(error)))
+        self._answer(generation, another(error))
+        self._let_go(generation)
+
+    def _answer(self, generation: Generation, error: MotetError | None = None) -> None:
+        """Whoever waits for its load, if anybody, has an answer."""
+        future = self._loading.pop(generation, None)
+        if future is not None and future.set_running_or_notify_cancel():
+            tell = (
+                partial(future.set_exception, error)
+                if error
+                else partial(future.set_result, generation.info())
             )
-        return self._current[name]
+            self._news.append(tell)
 
-    def _retire(self, name: str) -> AdapterRef:
-        generation = self._current.pop(name)
-        self._free_if_done(generation)
-        return generation.ref
+    # -- the one way out -----------------------------------------------------------------------------------
 
-    def _free_if_done(self, generation: _Generation) -> None:
-        if not generation.in_use and self._current.get(generation.ref.name) is not generation:
-            del self._live[generation.ref.generation]
-            self._arena.remove(generation.slot)
+    def _is_needed(self, generation: Generation) -> bool:
+        if generation.holds or generation.waiting or generation.busy:
+            return True
+        if self._current.get(generation.name) is generation:
+            return True
+        return generation in self._loading and not self._loading[generation].cancelled()
 
+    def _let_go(self, generation: Generation) -> None:
+        """After anything that may have left a generation to nobody, or others with more room."""
+        if generation.published and not generation.waiting and generation not in self._loading:
+            self._wanted.pop(generation, None)
+        if not self._is_needed(generation):
+            self._free(generation)
+        if self._wanted:
+            self.work.put(True)
 
-def _info(generation: _Generation) -> AdapterInfo:
-    ref = generation.ref
-    return AdapterInfo(
-        name=ref.name,
-        generation=ref.generation,
-        digest=ref.digest.hex(),
-        rank=generation.rank,
-        bytes=generation.bytes,
-        residency="device",
-        pinned=generation.pinned,
-        in_use=generation.in_use,
-    )
+    def _free(self, generation: Generation) -> None:
+        self._loading.pop(generation, None)
+        self._wanted.pop(generation, None)
+        self._making_way.discard(generation)
+        self._forget_name(generation)
+        self._tiers.free(generation)
+
+    def _forget_name(self, generation: Generation) -> None:
+        if self._sought.get(generation.name) is generation:
+            del self._sought[generation.name]
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """The lock; what futures are to be told is told behind it, for those who hear it may call back."""
+        with self._lock:
+            yield
+            news, self._news = self._news, []
+        for tell in news:
+            tell()

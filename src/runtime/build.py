@@ -14,8 +14,8 @@ from motet.config import EngineConfig
 from motet.errors import ModelError
 from motet.kernels.ops import select_ops
 from motet.lora.arena import AdapterArena
+from motet.lora.loader import AdapterLoader
 from motet.lora.pool import AdapterPool
-from motet.lora.sites import LoRASite
 from motet.runtime.block_pool import BlockPool
 from motet.runtime.chat_template import ChatTemplate
 from motet.runtime.engine_core import EngineCore
@@ -46,7 +46,8 @@ class Runtime:
     core: EngineCore
     intake: Intake
     adapters: AdapterPool
-    lora_sites: tuple[LoRASite, ...]
+    adapter_loader: AdapterLoader
+    """Not started yet."""
     tokenizer: TokenizerSource
     chat_template: ChatTemplate | None
     model_info: ModelInfo
@@ -89,7 +90,10 @@ def build_runtime(
             f"there is not enough memory: lower EngineConfig.kv_cache_bytes (now {config.kv_cache_bytes}) "
             f"or adapter_bytes (now {config.adapter_bytes}): {error}"
         ) from error
-    adapters = AdapterPool(arena)
+    adapters = AdapterPool(arena, config.adapter_host_bytes, resolving=config.adapter_resolver is not None)
+    adapter_loader = AdapterLoader(
+        adapters, arena, lm.lora_sites, root=config.adapter_root, resolver=config.adapter_resolver
+    )
     kv = KVCacheManager(
         BlockPool(num_blocks), config.block_size, enable_prefix_caching=config.enable_prefix_caching
     )
@@ -114,7 +118,7 @@ def build_runtime(
         EngineCore(scheduler, runner, depth=depth),
         intake,
         adapters,
-        lm.lora_sites,
+        adapter_loader,
         loaded.tokenizer,
         loaded.chat_template,
         describe(loaded, ops, max_model_len),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from os import PathLike
 
 from motet.config import EngineConfig
@@ -23,6 +25,9 @@ Command = Callable[["EngineLoop"], object]
 
 PROMPT = "prompt"
 """The prerequisite of every request: its prompt as token ids."""
+
+ADAPTER = "adapter"
+"""The prerequisite of a request whose adapter is not on the device."""
 
 
 class EngineLoop:
@@ -52,6 +57,7 @@ class EngineLoop:
         self._texts = TokenizerThread(
             self.runtime.tokenizer.build(), self.runtime.chat_template, self._post_prompt
         )
+        self.runtime.adapter_loader.start()
         self._keeper = StatisticsKeeper(self._core.scheduler, self.runtime.model_info.backend)
         meter.statistics = self._keeper.snapshot()
 
@@ -88,7 +94,12 @@ class EngineLoop:
         self._keeper.enter(request)
         self._meter.enter(request)
         request.prerequisites.add(PROMPT)
+        arrival = request.adapter.ready if request.adapter is not None else None
+        if arrival is not None:
+            request.prerequisites.add(ADAPTER)
         self._core.scheduler.add(request)
+        if arrival is not None:
+            arrival.add_done_callback(partial(_post_adapter, self._post, request))
         if isinstance(prompt, (str, Chat)) or request.params.bad_words:
             self._texts.submit(request, prompt)
         else:
@@ -109,6 +120,7 @@ class EngineLoop:
         self._meter.statistics = self._keeper.snapshot()
         self._tell(deltas)
         self._texts.close()
+        self.runtime.adapter_loader.close(error)
 
     def _step(self) -> list[Delta]:
         start = time.monotonic()
@@ -147,8 +159,23 @@ class EngineLoop:
         else:
             self._core.scheduler.unblock(request, PROMPT)
 
+    def _take_adapter(self, request: Request, error: BaseException | None) -> None:
+        if request.is_finished:
+            return
+        if isinstance(error, MotetError):
+            self.finish(request.request_id, FinishReason.ERROR, error)
+        else:
+            self.runtime.intake.set_root_hash(request)
+            self._core.scheduler.unblock(request, ADAPTER)
+
     def _release(self, request: Request) -> None:
         """The one place where a request that was taken in gives its adapter back."""
         self._keeper.leave(request)
         if request.adapter is not None:
             self.runtime.adapters.release(request.adapter)
+
+
+def _post_adapter(post: Callable[[Command], None], request: Request, arrival: Future[None]) -> None:
+    """On the adapter loader's thread."""
+    with suppress(MotetError):  # the engine ended meanwhile, and the request with it
+        post(lambda loop: loop._take_adapter(request, arrival.exception()))

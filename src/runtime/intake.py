@@ -17,7 +17,7 @@ from motet.runtime.scheduler_output import LogitsRules, SamplingSpec
 from motet.runtime.tenants import Tenants
 
 if TYPE_CHECKING:
-    from motet.lora.adapter import AdapterRef
+    from motet.lora.generation import AdapterLease
     from motet.runtime.models.generation_defaults import GenerationDefaults
 
 
@@ -52,8 +52,7 @@ class Intake:
         params: SamplingParams,
         *,
         tenant: str,
-        adapter: AdapterRef | None,
-        adapter_slot: int,
+        adapter: AdapterLease | None,
         priority: int,
         deadline: float | None,
     ) -> Request:
@@ -76,7 +75,7 @@ class Intake:
                 "min_tokens asks for a token that ends nothing, but every token is an end token"
             )
         self._check_possible(sampling)
-        return Request(
+        request = Request(
             request_id=request_id,
             params=params,
             sampling=sampling,
@@ -84,17 +83,24 @@ class Intake:
             clock=self.clock,
             tenant=tenant,
             adapter=adapter,
-            adapter_slot=adapter_slot,
             sibling_ids=tuple(next(self._request_ids) for _ in range(1, params.n)),
             priority=priority,
             deadline=float("inf") if deadline is None else self.clock() + deadline,
-            root_hash=root_hash(
+        )
+        self.set_root_hash(request)
+        return request
+
+    def set_root_hash(self, request: Request) -> None:
+        """Says what the request may share KV with, as soon as its adapter's content is known."""
+        lease = request.adapter
+        ref = lease.ref if lease is not None else None
+        if lease is None or ref is not None:
+            request.root_hash = root_hash(
                 self.model_digest,
                 *self.kv_format,
-                adapter.digest if adapter is not None else None,
-                self.tenants.sharing_scope(tenant),
-            ),
-        )
+                ref.digest if ref is not None else None,
+                self.tenants.sharing_scope(request.tenant),
+            )
 
     def forbid(self, sampling: SamplingSpec, bad_words: tuple[tuple[int, ...], ...]) -> SamplingSpec:
         """The same with its bad words as token ids. Raises InvalidRequest if they do not fit the model."""

@@ -13,6 +13,7 @@ from motet.runtime.scheduler_output import Sample, SamplingSpec
 
 if TYPE_CHECKING:
     from motet.lora.adapter import AdapterRef
+    from motet.lora.generation import AdapterLease
     from motet.runtime.detokenizer import Detokenizer
 
 Clock = Callable[[], float]
@@ -76,9 +77,8 @@ class Request:
     deadline: float = float("inf")
     """When to end it, on `clock`'s scale."""
     tenant: str = "default"
-    adapter: AdapterRef | None = None
-    """Its adapter, on which it holds a reference; None: the base model alone."""
-    adapter_slot: int = -1
+    adapter: AdapterLease | None = None
+    """Its hold on its adapter; None: the base model alone."""
     group_id: int = -1
     """The `request_id` of its group's first, by which the SDK knows them all. Given none, it is its own."""
     index: int = 0
@@ -130,6 +130,14 @@ class Request:
     def first_run_time(self) -> float | None:
         """When it was first admitted; None if it never was."""
         return next((when for state, when in self.timeline if state == RequestStatus.RUNNING.value), None)
+
+    @property
+    def adapter_slot(self) -> int:
+        """-1: the base model alone, or its adapter is not there yet."""
+        return -1 if self.adapter is None else self.adapter.slot
+
+    def uses(self, ref: AdapterRef) -> bool:
+        return self.adapter is not None and self.adapter.ref == ref
 
     @property
     def num_tokens(self) -> int:

@@ -22,7 +22,7 @@ from motet.sdk.outputs import Completion, Token, Usage
 from motet.sdk.stream import TokenStream
 
 if TYPE_CHECKING:
-    from motet.lora.pool import AdapterInfo
+    from motet.lora.generation import AdapterInfo
     from motet.runtime.model_info import ModelInfo
     from motet.runtime.statistics import EngineStats
     from motet.sdk.metrics import ASGIApp, CollectorRegistry

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
-from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
@@ -24,7 +22,7 @@ from motet.sdk.outputs import Completion
 from motet.sdk.stream import TokenStream
 
 if TYPE_CHECKING:  # torch is behind these, or they are not needed before an engine starts
-    from motet.lora.pool import AdapterInfo
+    from motet.lora.generation import AdapterInfo
     from motet.runtime.build import Runtime
     from motet.runtime.model_info import ModelInfo
     from motet.runtime.statistics import EngineStats
@@ -120,12 +118,14 @@ class AsyncEngine:
     ) -> TokenStream:
         """Starts a request at once and returns its tokens.
 
-        `prompt`: text, or token ids. `adapter`: the name of a loaded adapter; None is the base model. `tenant`:
-        whose request it is; cached prompts are shared only inside a tenant or its group. Larger `priority` is
-        served first. `deadline`: seconds from now. `request_id`: a name for `abort` and logs; None makes one.
+        `prompt`: text, or token ids. `adapter`: the name of a loaded adapter, or one for
+        `EngineConfig.adapter_resolver`; None is the base model. `tenant`: whose request it is; cached prompts are
+        shared only inside a tenant or its group. Larger `priority` is served first. `deadline`: seconds from now.
+        `request_id`: a name for `abort` and logs; None makes one.
 
         Raises InvalidRequest, PromptTooLong, AdapterNotFound, AdapterNotAllowed, QueueFull, EngineClosed,
-        EngineDead. What needs the prompt's tokens, when it is text, is raised by the first `__anext__` instead.
+        EngineDead. What needs the prompt's tokens, when it is text, or an adapter that is not on the device
+        (AdapterNotFound, AdapterLoadError), is raised by the first `__anext__` instead.
         """
         session, _ = self._running()
         return session.begin(
@@ -246,21 +246,28 @@ class AsyncEngine:
     async def load_adapter(
         self, name: str, source: str | os.PathLike[str], *, pin: bool = False, replace: bool = False
     ) -> AdapterInfo:
-        """Loads a PEFT LoRA folder under a name, off the event loop and beside running streams.
+        """Loads a PEFT folder under a name, off the event loop and beside running streams.
 
-        `replace` loads a new generation under a name that is taken; requests that run keep the weights they
-        began with. `pin` keeps the adapter on the device for as long as it is loaded. Cancelled while it reads,
-        it loads nothing. Raises AdapterExists, AdapterLoadError (files missing or damaged, made for another
-        model, no room), UnsupportedAdapter.
+        Any number of adapters may be loaded. Those that the device (`EngineConfig.adapter_bytes`) has no room for
+        wait in host memory (`adapter_host_bytes`) or are read from `source` again when a request needs them, which
+        must then hold the same weights. `pin` keeps the adapter on the device for as long as it is loaded, and
+        waits until it is there. `replace` loads a new generation under a name that is taken; requests that run
+        keep the weights they began with. Of several loads of one name without `replace`, one wins.
+
+        Cancelled while it reads, it loads nothing. Raises AdapterExists, AdapterLoadError (files missing or
+        damaged, made for another model, outside of `adapter_root`; larger than the device's memory for adapters,
+        or than what pinned ones leave of it), UnsupportedAdapter.
         """
         session, runtime = self._running()
         check_name(name, "an adapter's name")
         if not isinstance(source, (str, os.PathLike)):
             raise InvalidRequest(f"source must be the path of a PEFT folder, not {source!r}")
-        read_adapter = import_module("motet.lora.adapter").read_adapter
-        weights = await anyio.to_thread.run_sync(read_adapter, source, runtime.lora_sites)
-        add = partial(runtime.adapters.add, name, weights, replace=replace, pin=pin)
-        info = await anyio.to_thread.run_sync(add)
+        loading = runtime.adapter_loader.load(name, source, pin=pin, replace=replace)
+        try:
+            info = await wait_for(loading)
+        except BaseException:
+            loading.cancel()
+            raise
         if self._running()[0] is not session:
             raise EngineClosed("the engine was started anew meanwhile: load the adapter again")
         return info
@@ -276,7 +283,7 @@ class AsyncEngine:
             raise InvalidRequest(f"in_flight is {in_flight!r}; it must be 'finish' or 'abort'")
         ref = runtime.adapters.remove(name)
         if in_flight == "abort":
-            await wait_for(session.thread.abort_where(lambda request: request.adapter == ref))
+            await wait_for(session.thread.abort_where(lambda request: request.uses(ref)))
 
     def adapters(self) -> list[AdapterInfo]:
         """The loaded adapters, by name."""

@@ -26,7 +26,7 @@ from prometheus_client.utils import floatToGoString
 from motet.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from motet.lora.pool import AdapterInfo
+    from motet.lora.pool import AdapterPool
     from motet.runtime.engine_thread import EngineThread
     from motet.runtime.meter import Histogram, Meter
 
@@ -155,6 +155,9 @@ class _Families:
             ),
             (gauge, "adapters", "Loaded adapters, by where their weights are", "residency"),
             (gauge, "adapter_device_bytes", "Memory on the device that loaded adapters take"),
+            (counter, "adapter_loads", "Adapters that were loaded"),
+            (counter, "adapter_reloads", "Adapters that were brought from host memory or disk to the device"),
+            (counter, "adapter_evictions", "Idle adapters that left the device for others"),
             (counter, "adapter_requests", "Requests that ended, by adapter", "adapter"),
             (counter, "adapter_prompt_tokens", "Prompt tokens of requests that ran, by adapter", "adapter"),
             (counter, "adapter_output_tokens", "Tokens generated, by adapter", "adapter"),
@@ -174,7 +177,7 @@ class _Families:
         self._add_statistics(engine, meter)
         self._add_meter(engine, meter)
         if loop is not None:
-            self._add_adapters(engine, loop.runtime.adapters.infos())
+            self._add_adapters(engine, loop.runtime.adapters)
 
     def _add_statistics(self, engine: str, meter: Meter) -> None:
         statistics = meter.statistics
@@ -208,7 +211,10 @@ class _Families:
                 self._value(f"{kind}_prompt_tokens", tally.prompt_tokens, engine, name)
                 self._value(f"{kind}_output_tokens", tally.output_tokens, engine, name)
 
-    def _add_adapters(self, engine: str, infos: list[AdapterInfo]) -> None:
+    def _add_adapters(self, engine: str, pool: AdapterPool) -> None:
+        for name in ("loads", "reloads", "evictions"):
+            self._value(f"adapter_{name}", getattr(pool, name), engine)
+        infos = pool.infos()
         on_device = [info.bytes for info in infos if info.residency == "device"]
         self._value("adapter_device_bytes", sum(on_device), engine)
         for residency in RESIDENCIES:

@@ -110,20 +110,19 @@ class Session:
             runtime.intake.check_ids(prompt, "the prompt")
         self._check_room()
         name = request_id if request_id is not None else os.urandom(8).hex()
-        ref = runtime.adapters.acquire(adapter) if adapter is not None else None
+        lease = runtime.adapters.acquire(adapter) if adapter is not None else None
         try:
             request = runtime.intake.make_request(
                 params,
                 tenant=tenant,
-                adapter=ref,
-                adapter_slot=runtime.adapters.slot(ref) if ref is not None else -1,
+                adapter=lease,
                 priority=priority,
                 deadline=deadline,
             )
             return self._open(name, request, prompt)
         except BaseException:
-            if ref is not None:
-                runtime.adapters.release(ref)
+            if lease is not None:
+                runtime.adapters.release(lease)
             raise
 
     def _check_room(self) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping
+from concurrent.futures import Future
+from pathlib import Path
 
 import torch
 
+from motet.errors import AdapterLoadError
 from motet.lora.adapter import LoRAWeights, ModuleLoRA
 from motet.lora.arena import AdapterArena
+from motet.lora.generation import AdapterInfo, Bring, Generation, Read
+from motet.lora.pool import AdapterPool
 from motet.lora.sites import LoRASite
 
 SITES = (
@@ -73,3 +78,64 @@ def holds(arena: AdapterArena, slot: int, weights: LoRAWeights) -> bool:
         for m in found
         for x, y in zip(found[m], weights.modules[m], strict=True)
     )
+
+
+class Disk:
+    """An arena, its pool, and a loader that does a pool's jobs one by one, from folders in a dictionary."""
+
+    def __init__(
+        self, capacity_bytes: int = 1 << 16, host_bytes: int = 1 << 16, *, resolving: bool = False
+    ) -> None:
+        self.arena = make_arena(capacity_bytes)
+        self.pool = AdapterPool(self.arena, host_bytes, resolving=resolving)
+        self.folders: dict[Path, LoRAWeights] = {}
+        self.num_reads = 0
+
+    def save(self, name: str, weights: LoRAWeights) -> Path:
+        self.folders[Path(name)] = weights
+        return Path(name)
+
+    def ask(
+        self, name: str, weights: LoRAWeights, *, pin: bool = False, replace: bool = False
+    ) -> Future[AdapterInfo]:
+        return self.pool.load(name, self.save(name, weights), pin=pin, replace=replace)
+
+    def load(
+        self, name: str, weights: LoRAWeights, *, pin: bool = False, replace: bool = False
+    ) -> AdapterInfo:
+        future = self.ask(name, weights, pin=pin, replace=replace)
+        self.run_jobs()
+        return future.result(timeout=0)
+
+    def run_jobs(self) -> None:
+        while (job := self.pool.next_job()) is not None:
+            self.do(job)
+            self.pool.check_integrity()
+
+    def do(self, job: Read | Bring) -> None:
+        try:
+            if isinstance(job, Read):
+                weights = self.read(job)
+                self.pool.was_read(job.generation, self.arena.pack(weights), weights.digest, weights.rank)
+            else:
+                copy = job.generation.copy or self.arena.pack(self.read(job))
+                for victim in job.victims:
+                    self.evict(victim)
+                self.pool.placed(job, self.arena.place(copy))
+        except AdapterLoadError as error:
+            self.pool.failed(job, error)
+
+    def read(self, job: Read | Bring) -> LoRAWeights:
+        self.num_reads += 1
+        source, ref = job.generation.source, job.generation.ref
+        assert source is not None
+        weights = self.folders.get(source)
+        if weights is None or (ref is not None and ref.digest != weights.digest):
+            raise AdapterLoadError(f"{source} is gone or has changed")
+        return weights
+
+    def evict(self, victim: Generation) -> None:
+        self.pool.evicted(victim, self.arena.copy_out(victim.slot) if victim.stored else None)
+
+    def residency(self) -> dict[str, str]:
+        return {info.name: info.residency for info in self.pool.infos()}

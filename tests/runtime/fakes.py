@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from motet.errors import RequestFailed
+from motet.lora.generation import AdapterLease, Generation
 from motet.params import SamplingParams
 from motet.runtime.block_hash import root_hash
 from motet.runtime.block_pool import BlockPool
@@ -141,7 +142,7 @@ def make_request(
         priority=priority,
         deadline=deadline,
         tenant=tenant,
-        adapter_slot=adapter_slot,
+        adapter=AdapterLease(Generation("adapter"), adapter_slot) if adapter_slot >= 0 else None,
         group_id=group_id,
         sibling_ids=tuple(range(request_id + 1, request_id + n)),
         root_hash=root_hash(b"model", "float32", "fake", digest, f"tenant:{tenant}"),

@@ -8,6 +8,7 @@ from fakes import FakeClock
 
 from motet.errors import InvalidRequest, PromptTooLong
 from motet.lora.adapter import AdapterRef
+from motet.lora.generation import AdapterLease, Generation
 from motet.params import SamplingParams
 from motet.runtime.block_hash import root_hash
 from motet.runtime.intake import Intake
@@ -48,21 +49,23 @@ def make_intake(
     )
 
 
+def lease(ref: AdapterRef | None, slot: int = 5) -> AdapterLease | None:
+    return AdapterLease(Generation(ref.name, ref=ref), slot) if ref is not None else None
+
+
 def make(
     intake: Intake,
     params: SamplingParams | None = None,
     *,
     tenant: str = "default",
     adapter: AdapterRef | None = None,
-    adapter_slot: int = -1,
     priority: int = 0,
     deadline: float | None = None,
 ) -> Request:
     return intake.make_request(
         params or SamplingParams(),
         tenant=tenant,
-        adapter=adapter,
-        adapter_slot=adapter_slot,
+        adapter=lease(adapter),
         priority=priority,
         deadline=deadline,
     )
@@ -181,12 +184,12 @@ def test_a_request_is_blocked_and_has_what_it_was_given() -> None:
         make_intake(clock=clock),
         tenant="t",
         adapter=ref,
-        adapter_slot=5,
         priority=-2,
         deadline=1.5,
     )
     assert (request.status, request.timeline) == (RequestStatus.BLOCKED, [("blocked", 100.0)])
-    assert (request.tenant, request.adapter, request.adapter_slot, request.priority) == ("t", ref, 5, -2)
+    assert (request.tenant, request.adapter_slot, request.priority) == ("t", 5, -2)
+    assert request.adapter is not None and request.adapter.ref is ref and request.uses(ref)
     assert request.deadline == 101.5
     assert make(make_intake(clock=clock)).deadline == float("inf")
 
@@ -218,6 +221,16 @@ def test_case_8_a_name_loaded_again_shares_a_root_only_if_its_content_is_the_sam
         for generation, digest in ((1, b"A"), (2, b"A"), (3, b"changed"))
     )
     assert old == reloaded != changed
+
+
+def test_a_request_whose_adapter_is_not_known_yet_gets_its_root_when_it_is() -> None:
+    intake = make_intake()
+    unknown = AdapterLease(Generation("a"))
+    request = intake.make_request(SamplingParams(), tenant="x", adapter=unknown, priority=0, deadline=None)
+    assert (request.root_hash, request.adapter_slot) == (b"", -1)
+    unknown.generation.ref = AdapterRef("a", 1, b"A")
+    intake.set_root_hash(request)
+    assert request.root_hash == root_hash(b"model", "float32", "fake:16", b"A", "tenant:x")
 
 
 # -- rules for logits ------------------------------------------------------------------------------------------

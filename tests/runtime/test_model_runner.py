@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from motet.config import EngineConfig
-from motet.lora.adapter import read_adapter
 from motet.params import SamplingParams
 from motet.runtime.build import Runtime, build_runtime
 from motet.runtime.request import Request
@@ -34,12 +33,10 @@ def make_runtime(folder: Path, released: list[Request], depth: int, **config: ob
 def add(
     runtime: Runtime, prompt: list[int], num_tokens: int, adapter: str | None = None, **params: Any
 ) -> Request:
-    ref = runtime.adapters.acquire(adapter) if adapter is not None else None
     request = runtime.intake.make_request(
         SamplingParams(max_tokens=num_tokens, ignore_eos=True, **params),
         tenant="t",
-        adapter=ref,
-        adapter_slot=runtime.adapters.slot(ref) if ref is not None else -1,
+        adapter=runtime.adapters.acquire(adapter) if adapter is not None else None,
         priority=0,
         deadline=None,
     )
@@ -63,7 +60,8 @@ def test_case_13_a_batch_of_base_and_six_ranks_has_pefts_logits_in_each_row(
 ):
     runtime = make_runtime(tiny_folder, released, depth=1)
     for name, folder in adapters.items():
-        runtime.adapters.add(name, read_adapter(folder, runtime.lora_sites))
+        runtime.adapter_loader.load(name, folder)
+    runtime.adapter_loader.run_jobs()
     names = [None, *adapters]
     requests = [add(runtime, prompt, 4, name) for prompt, name in zip(PROMPTS, names, strict=True)]
     model = runtime.core._runner._model

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from fakes import FakeClock, make_core, make_request, make_scheduler, run_until_done
 
-from motet.lora.adapter import AdapterRef
+from motet.lora.generation import AdapterLease, Generation
 from motet.runtime.request import Delta, Request
 from motet.runtime.scheduler_output import Sample
 from motet.runtime.statistics import RATE_WINDOW, EngineStats, StatisticsKeeper
@@ -45,7 +45,7 @@ def test_states_blocks_and_hits_are_the_schedulers() -> None:
 def test_live_requests_are_counted_by_adapter_and_tenant_and_forgotten_when_they_leave() -> None:
     keeper = StatisticsKeeper(make_scheduler())
     requests = [make_request(request_id=i, tenant=tenant) for i, tenant in enumerate("xxy")]
-    requests[0].adapter = AdapterRef("acme", 1, b"digest")
+    requests[0].adapter = AdapterLease(Generation("acme"))
     for request in requests:
         keeper.enter(request)
     assert keeper.snapshot().per_adapter == {"acme": 1, "": 2}

@@ -112,7 +112,7 @@ async def test_a_replaced_adapter_lives_until_its_last_request_ends(
     old = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(tiny_folder), adapters["r5"]).eval()
     assert list((await stream.result()).token_ids) == greedy(old, PROMPT, 200)
     await settled(engine)
-    assert engine._running()[1].adapters._arena.used_bytes == engine.adapters()[0].bytes
+    assert engine._running()[1].adapters._tiers._arena.used_bytes == engine.adapters()[0].bytes
 
 
 async def test_an_unloaded_adapter_finishes_its_streams_and_gives_its_memory_back(
@@ -129,7 +129,7 @@ async def test_an_unloaded_adapter_finishes_its_streams_and_gives_its_memory_bac
     assert len((await stream.result()).token_ids) == 100
     await settled(engine)
     assert engine.adapters() == []
-    assert engine._running()[1].adapters._arena.used_bytes == 0
+    assert engine._running()[1].adapters._tiers._arena.used_bytes == 0
 
 
 async def test_unloading_may_abort_what_runs(engine: AsyncEngine, adapters: dict[str, Path]):

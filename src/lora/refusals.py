@@ -1,0 +1,23 @@
+"""What to tell whoever cannot have an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from motet.errors import AdapterError, AdapterExists, AdapterNotFound
+
+
+def not_found(name: str, loaded: Iterable[str]) -> AdapterNotFound:
+    names = ", ".join(map(repr, sorted(loaded))) or "nothing"
+    return AdapterNotFound(f"no adapter {name!r} is loaded, only {names}; load it with `load_adapter`")
+
+
+def exists(name: str) -> AdapterExists:
+    return AdapterExists(f"an adapter {name!r} is loaded: pass replace=True, or unload it first")
+
+
+def another(error: AdapterError) -> AdapterError:
+    """The same error for another to raise: each raising adds to an error's traceback."""
+    copy = type(error)(*error.args)
+    copy.__cause__ = error.__cause__
+    return copy
