@@ -3,10 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test test-slow lint examples bench clean
+.PHONY: demo test test-slow lint examples bench docs clean
 
 demo: $(READY)
-	$(BIN)/python examples/demo.py
+	$(BIN)/motet demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -q
@@ -24,10 +24,18 @@ examples: $(READY)
 	$(BIN)/python examples/stream.py
 	$(BIN)/python examples/many_tenants.py
 	$(BIN)/python examples/trio_app.py
+	$(BIN)/python examples/batch.py
+	$(BIN)/python examples/notebook.py
 	$(BIN)/python examples/own_model_plugin/run.py
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.compare
+
+docs: $(READY)
+	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
+	mkdir -p build/view && ln -sfn ../../src build/view/motet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+	@echo "build/site/index.html"
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -1,0 +1,14 @@
+"""The command line. Knows only the public names of `motet`; its own libraries are the extra `cli`."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """The program `motet`."""
+    try:
+        from motet.cli.main import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        raise SystemExit(f"motet's command line needs {error.name}: pip install 'motet[cli]'") from None
+    app()

@@ -1,0 +1,242 @@
+"""`motet batch`: every line of a JSONL file answered once, whatever kills the process in between."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import anyio
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from motet import (
+    AsyncEngine,
+    Completion,
+    EngineConfig,
+    EngineDead,
+    InvalidRequest,
+    MotetError,
+    SamplingParams,
+)
+from motet.cli.options import first_mistake
+
+QUEUED_SHARE = 0.25
+"""So many requests beyond those that run wait for a seat, so that none ever stays empty."""
+
+OWN_FIELDS = ("id", "prompt", "messages", "tools", "adapter", "tenant")
+"""Of a line; all others are SamplingParams'."""
+
+Key = tuple[str, str]
+"""What names a line's result: its id, or its number where it has none that serves."""
+
+
+def run(source: Path, target: Path, model: str, adapters: Mapping[str, Path], config: EngineConfig) -> bool:
+    """Appends a result to `target` for each line of `source` that has none yet. Whether all results are good."""
+    with target.open("a+b") as out:
+        results = Results(out)
+        with source.open("rb") as lines:
+            total = sum(1 for line in lines if line.strip())
+        with source.open("rb") as lines:
+            work = results.missing(lines)
+            first = next(work, None)  # a finished batch needs no model
+            if first is not None:
+                anyio.run(_answer_all, results, _chain(first, work), total, model, adapters, config)
+    console = Console(stderr=True)
+    console.print(f"{results.num_good} answered, {results.num_failed} failed: {target}", markup=False)
+    return results.num_failed == 0
+
+
+class Results:
+    """The file of results: what is done already, and a place for more.
+
+    A result is one line, written whole; what a killed process left unfinished at the end is cut off.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._done: set[Key] = set()
+        self.num_good = self.num_failed = 0
+        file.seek(0)
+        whole = 0
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                break
+            self._note(number, line)
+            whole += len(line)
+        file.truncate(whole)
+
+    def _note(self, number: int, line: bytes) -> None:
+        try:
+            result = json.loads(line)
+            key = ("id", _canonical(result["id"])) if "id" in result else ("line", str(result["line"]))
+            failed = "error" in result
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidRequest(
+                f"line {number} of {self._file.name} is no result of `motet batch`: name another file, or move it away"
+            ) from error
+        self._count(key, failed)
+
+    def _count(self, key: Key, failed: bool) -> None:
+        self._done.add(key)
+        self.num_failed += failed
+        self.num_good += not failed
+
+    @property
+    def num_done(self) -> int:
+        return self.num_good + self.num_failed
+
+    def missing(self, lines: Iterable[bytes]) -> Iterator[tuple[int, Key, dict[str, Any] | str]]:
+        """(number, key, content or what is wrong with it) of each line without a result."""
+        seen: Counter[Key] = Counter()
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            content = _read_line(line)
+            key = ("line", str(number))
+            if not isinstance(content, str):
+                own = ("id", _canonical(content["id"]))
+                seen[own] += 1
+                if seen[own] == 1:
+                    key = own
+                else:
+                    content = f"the id {own[1]} is that of an earlier line"
+            if key not in self._done:
+                yield number, key, content
+
+    def add(self, key: Key, number: int, result: Mapping[str, Any]) -> None:
+        """Appends and flushes one result; the system keeps it even if this process is killed now."""
+        named = {"line": number} if key[0] == "line" else {"id": json.loads(key[1])}
+        line = json.dumps({**named, **result}, ensure_ascii=False) + "\n"
+        self._file.write(line.encode("utf-8", "surrogatepass"))
+        self._file.flush()
+        self._count(key, "error" in result)
+
+
+def _canonical(line_id: object) -> str:
+    """1 and "1" are two ids."""
+    return json.dumps(line_id, sort_keys=True)
+
+
+def _read_line(line: bytes) -> dict[str, Any] | str:
+    """The line's object, or what is wrong with it."""
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return f"not JSON: {error}"
+    if not isinstance(content, dict):
+        return f"a JSON object is expected, not {type(content).__name__}"
+    if not isinstance(content.get("id"), (str, int)) or isinstance(content["id"], bool):
+        return "`id` must be a string or an integer"
+    return content
+
+
+def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    yield first
+    yield from rest
+
+
+async def _answer_all(
+    results: Results,
+    work: Iterator[tuple[int, Key, dict[str, Any] | str]],
+    total: int,
+    model: str,
+    adapters: Mapping[str, Path],
+    config: EngineConfig,
+) -> None:
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:.0f} tokens/s"),
+        TimeRemainingColumn(),
+        console=Console(file=sys.stderr),
+    )
+    queued = max(1, int(config.max_num_seqs * QUEUED_SHARE))
+    if config.max_waiting is not None:
+        queued = min(queued, config.max_waiting)
+    deaths: list[EngineDead] = []
+    with progress:
+        bar = progress.add_task("starting", total=total, completed=results.num_done, rate=0.0)
+
+        async def answer_some() -> None:
+            for number, key, content in work:  # one iterator for all: each line is taken once
+                try:
+                    result = await _answer(engine, content)
+                except EngineDead as error:  # of all lines, not of this one: the next start tries it again
+                    deaths.append(error)
+                    group.cancel_scope.cancel()
+                    return
+                except MotetError as error:
+                    result = {"error": {"type": type(error).__name__, "message": str(error)}}
+                    progress.console.print(f"line {number}: {error}", style="yellow", markup=False)
+                results.add(key, number, result)
+                progress.update(bar, completed=results.num_done, rate=engine.stats().tokens_per_second)
+
+        async with AsyncEngine(model, config) as engine:
+            for name, path in adapters.items():
+                await engine.load_adapter(name, path)
+            progress.update(bar, description="answering")
+            async with anyio.create_task_group() as group:
+                for _ in range(config.max_num_seqs + queued):
+                    group.start_soon(answer_some)
+            if deaths:
+                raise deaths[0]
+
+
+async def _answer(engine: AsyncEngine, content: dict[str, Any] | str) -> dict[str, Any]:
+    """One line's result. Raises InvalidRequest for a line that asks for nothing sensible, or what the engine raises."""
+    if isinstance(content, str):
+        raise InvalidRequest(content)
+    own = {name: content[name] for name in OWN_FIELDS if content.get(name) is not None}
+    options = {name: value for name, value in content.items() if name not in OWN_FIELDS}
+    try:
+        params = SamplingParams.model_validate_json(json.dumps(options))  # as JSON: a list is a tuple there
+    except ValidationError as error:
+        raise InvalidRequest(first_mistake(error)) from error
+    if ("prompt" in own) == ("messages" in own):
+        raise InvalidRequest("exactly one of `prompt` and `messages` is expected")
+    if "prompt" in own and "tools" in own:
+        raise InvalidRequest("`tools` belong to `messages`, not to a prompt")
+    to_whom = {name: own[name] for name in ("adapter", "tenant") if name in own}
+    start = (
+        partial(engine.stream, own["prompt"], params, **to_whom)
+        if "prompt" in own
+        else partial(engine.chat, own["messages"], params, tools=own.get("tools"), **to_whom)
+    )
+    async with start() as stream:
+        return _as_json(await stream.result(), params)
+
+
+def _as_json(completion: Completion, params: SamplingParams) -> dict[str, Any]:
+    usage = completion.usage
+    outputs = [
+        {
+            "index": output.index,
+            "text": output.text,
+            "token_ids": output.token_ids,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+            **({} if output.logprobs is None else {"logprobs": output.logprobs}),
+        }
+        for output in completion.outputs
+    ]
+    first = {name: value for name, value in outputs[0].items() if name != "index"}
+    result: dict[str, Any] = first if len(outputs) == 1 else {**first, "outputs": outputs}
+    if params.prompt_logprobs is not None:
+        result["prompt_logprobs"] = completion.prompt_logprobs
+    result["usage"] = {
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "output_tokens": usage.output_tokens,
+        "preemptions": usage.preemptions,
+        "queue_time": usage.queue_time,
+        "ttft": usage.ttft,
+        "total_time": usage.total_time,
+    }
+    return result

@@ -1,0 +1,68 @@
+"""`motet chat`: one conversation in the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from motet import Engine, EngineConfig, MotetError, SamplingParams
+
+ADAPTER = "chat"
+FORGET = "/new"
+
+
+def run(
+    model: str,
+    config: EngineConfig,
+    adapter: str | None,
+    system: str | None,
+    max_tokens: int,
+    temperature: float | None,
+) -> None:
+    """Reads lines until the end of the input. Raises what the engine raises at its start."""
+    console = Console(highlight=False)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    beginning = [{"role": "system", "content": system}] if system else []
+    messages = list(beginning)
+    with Engine(model, config) as engine:
+        if adapter is not None:
+            engine.load_adapter(ADAPTER, adapter)
+        while (said := _ask(console)) is not None:
+            if said.strip() == FORGET:
+                messages = list(beginning)
+            elif said.strip():
+                question = {"role": "user", "content": said}
+                answer = _answer(console, engine, [*messages, question], params, adapter and ADAPTER)
+                if answer is not None:
+                    messages += [question, {"role": "assistant", "content": answer}]
+
+
+def _ask(console: Console) -> str | None:
+    """None at the end of the input."""
+    try:
+        return console.input("[bold]> [/]")
+    except (EOFError, KeyboardInterrupt):
+        console.print()
+        return None
+
+
+def _answer(
+    console: Console,
+    engine: Engine,
+    messages: list[dict[str, str]],
+    params: SamplingParams,
+    adapter: str | None,
+) -> str | None:
+    """Streams an answer; what was said of it where Ctrl-C stopped it; None if it failed."""
+    texts = []
+    try:
+        with engine.chat(messages, params, adapter=adapter) as stream:
+            for token in stream:
+                texts.append(token.text)
+                console.out(token.text, end="")
+    except KeyboardInterrupt:
+        console.print(" …", style="dim", end="")
+    except MotetError as error:
+        console.print(f"{type(error).__name__}: {error}", style="red", markup=False)
+        return None
+    console.print()
+    return "".join(texts)

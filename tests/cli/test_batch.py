@@ -1,0 +1,172 @@
+"""`motet batch`: each line is answered exactly once, whatever happens in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from motet.cli.main import app
+
+SMALL = ["--set", "kv_cache_bytes=4194304", "--set", "max_num_seqs=8"]
+
+
+def write_lines(path: Path, *lines: object) -> Path:
+    path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines))
+    return path
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def batch(source: Path, target: Path, model: Path, *more: str):
+    return CliRunner().invoke(app, ["batch", str(source), str(target), "--model", str(model), *SMALL, *more])
+
+
+def request(line_id: object, **more: object) -> dict:
+    return {"id": line_id, "prompt": f"line {line_id}", "max_tokens": 4, "ignore_eos": True} | more
+
+
+def test_every_line_is_answered_with_its_own_parameters_and_adapter(tiny_folder, adapters, tmp_path):
+    source = write_lines(
+        tmp_path / "in.jsonl",
+        request("a"),
+        request(1, prompt=[65, 66, 67], max_tokens=2),
+        request("1", prompt="ABC", max_tokens=2, adapter="r8", tenant="acme", seed=5, temperature=1.0),
+        request("several", n=2, temperature=0.0),
+        request("likely", logprobs=1, prompt_logprobs=0),
+    )
+    done = batch(source, tmp_path / "out.jsonl", tiny_folder, "--adapter", f"r8={adapters['r8']}")
+    assert done.exit_code == 0, done.output
+    results = {json.dumps(result["id"]): result for result in read_lines(tmp_path / "out.jsonl")}
+    assert set(results) == {'"a"', "1", '"1"', '"several"', '"likely"'}
+    assert set(results['"a"']) == {"id", "text", "token_ids", "finish_reason", "stop_reason", "usage"}
+    assert len(results['"a"']["token_ids"]) == results['"a"']["usage"]["output_tokens"] == 4
+    assert results["1"]["usage"]["prompt_tokens"] == 3
+    assert results['"1"']["token_ids"] != results["1"]["token_ids"]
+    assert [output["index"] for output in results['"several"']["outputs"]] == [0, 1]
+    assert len(results['"likely"']["logprobs"]) == 4
+    assert results['"likely"']["prompt_logprobs"][0] is None
+
+
+def test_a_bad_line_is_reported_by_number_and_stops_nothing(tiny_folder, tmp_path):
+    source = write_lines(
+        tmp_path / "in.jsonl",
+        request("good"),
+        "{torn",
+        "[1]",
+        {"prompt": "no id"},
+        {"id": "nothing asked"},
+        request("good", prompt="a second time"),
+        request("unknown", temprature=1.0),
+        request("strange", max_tokens="4"),
+        request("adapter", adapter="nobody"),
+        "",
+        request("long", prompt="x" * 10_000),
+        request("no template", prompt=None) | {"messages": [{"role": "user", "content": "Hi"}]},
+        request("tools", tools=[]),
+        request("last"),
+    )
+    done = batch(source, tmp_path / "out.jsonl", tiny_folder)
+    assert done.exit_code == 1
+    results = read_lines(tmp_path / "out.jsonl")
+    failed = {r.get("id", r.get("line")): r["error"]["message"] for r in results if "error" in r}
+    assert {r["id"] for r in results if "error" not in r} == {"good", "last"}
+    assert set(failed) == {
+        *(2, 3, 4, 6),
+        *("nothing asked", "unknown", "strange", "adapter", "long", "no template", "tools"),
+    }
+    assert "not JSON" in failed[2]
+    assert "`id`" in failed[4]
+    assert '"good"' in failed[6]
+    assert "temprature" in failed["unknown"]
+    for number in (2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13):
+        assert f"line {number}: " in done.output
+    again = batch(source, tmp_path / "out.jsonl", tiny_folder)
+    assert again.exit_code == 1
+    assert read_lines(tmp_path / "out.jsonl") == results
+
+
+def test_a_finished_batch_needs_no_model(tiny_folder, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", request("a"))
+    assert batch(source, tmp_path / "out.jsonl", tiny_folder).exit_code == 0
+    assert batch(source, tmp_path / "out.jsonl", tmp_path / "gone").exit_code == 0
+
+
+def test_a_torn_last_result_is_made_again(tiny_folder, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", *(request(i) for i in range(5)))
+    target = tmp_path / "out.jsonl"
+    assert batch(source, target, tiny_folder).exit_code == 0
+    whole = read_lines(target)
+    target.write_bytes(target.read_bytes()[:-10])
+    assert batch(source, target, tiny_folder).exit_code == 0
+    results = read_lines(target)
+    assert results[:4] == whole[:4]
+    assert {r["id"]: r["token_ids"] for r in results} == {r["id"]: r["token_ids"] for r in whole}
+
+
+@pytest.mark.parametrize("foreign", ['{"name": "a diary"}', "not even JSON", "[]", "3"])
+def test_a_file_that_holds_other_things_is_not_touched(tiny_folder, tmp_path, foreign):
+    source = write_lines(tmp_path / "in.jsonl", request("a"))
+    target = write_lines(tmp_path / "out.jsonl", foreign)
+    done = batch(source, target, tiny_folder)
+    assert done.exit_code == 1
+    assert "line 1" in done.output
+    assert target.read_text() == foreign + "\n"
+
+
+@pytest.mark.parametrize(
+    "option", [["--set", "block_sizes=8"], ["--set", "block_size"], ["--adapter", "just-a-path"]]
+)
+def test_a_wrong_option_is_named(tiny_folder, tmp_path, option):
+    source = write_lines(tmp_path / "in.jsonl", request("a"))
+    done = batch(source, tmp_path / "out.jsonl", tiny_folder, *option)
+    assert done.exit_code == 2
+    assert option[1].partition("=")[0] in done.output
+
+
+def run_killed(command: list[str], target: Path, rng: random.Random, kills: int) -> None:
+    """Runs the command again and again, killing it at random moments after it has begun to answer."""
+    for _ in range(kills):
+        before = target.stat().st_size if target.exists() else 0
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+            while process.poll() is None and (not target.exists() or target.stat().st_size <= before):
+                time.sleep(0.005)
+            time.sleep(rng.random() * 0.1)
+            process.send_signal(signal.SIGKILL)
+    assert subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def check_killed_batch(tiny_folder: Path, tmp_path: Path, num_lines: int, kills: int) -> None:
+    requests = [request(i, max_tokens=8 + i % 5) for i in range(num_lines)]
+    source, target = write_lines(tmp_path / "in.jsonl", *requests), tmp_path / "out.jsonl"
+    program = "from motet.cli import main; main()"
+    command = [sys.executable, "-c", program, "batch", str(source), str(target), "--model", str(tiny_folder)]
+    run_killed([*command, *SMALL], target, random.Random(kills), kills)
+    undisturbed = tmp_path / "undisturbed.jsonl"
+    assert batch(source, undisturbed, tiny_folder).exit_code == 0
+    results = read_lines(target)
+    assert sorted(r["id"] for r in results) == list(range(num_lines))
+    assert {r["id"]: r["token_ids"] for r in results} == {
+        r["id"]: r["token_ids"] for r in read_lines(undisturbed)
+    }
+
+
+@pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
+def test_a_batch_killed_at_random_loses_and_repeats_nothing(tiny_folder, tmp_path):
+    check_killed_batch(tiny_folder, tmp_path, num_lines=500, kills=3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
+def test_a_batch_killed_ten_times_loses_and_repeats_nothing(tiny_folder, tmp_path):
+    check_killed_batch(tiny_folder, tmp_path, num_lines=500, kills=10)

@@ -1,0 +1,48 @@
+"""`motet info` and `motet` itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+from typer.testing import CliRunner
+
+from motet.cli.main import app
+
+
+def test_info_describes_the_machine():
+    done = CliRunner().invoke(app, ["info"])
+    assert done.exit_code == 0
+    assert version("torch") in done.output
+
+
+def test_info_describes_a_model(tiny_folder, tiny_model):
+    done = CliRunner().invoke(app, ["info", str(tiny_folder)], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert "LlamaForCausalLM" in done.output
+    assert f"{tiny_model.num_parameters():,}" in done.output
+    assert "q_proj" in done.output
+
+
+def test_a_model_that_is_not_there_is_an_error_in_one_line(tmp_path):
+    done = CliRunner().invoke(app, ["info", str(tmp_path / "nothing")])
+    assert done.exit_code == 1
+    assert "ModelNotFound" in done.output
+    assert "Traceback" not in done.output
+
+
+def test_help_needs_no_torch():
+    program = "import sys; from motet.cli import main; sys.argv = ['motet', 'batch', '--help']; main()"
+    check = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {program}"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert "IN.jsonl" in done.stdout
+    assert done.stdout.strip().endswith("False")
+
+
+def test_without_its_libraries_the_command_line_says_what_to_install():
+    program = "import sys; sys.modules['typer'] = None; from motet.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install 'motet[cli]'" in done.stderr
+    assert "Traceback" not in done.stderr
