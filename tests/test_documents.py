@@ -10,14 +10,23 @@ from pathlib import Path
 
 import pytest
 
+import motet
+from motet import errors as motet_errors
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = {
+    f"{page.name}:{number}": block
+    for page in PAGES
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL), 1)
+}
+WITH_AN_EXAMPLE = {"streaming", "adapters", "tenants", "batch", "metrics", "models"}
 EXAMPLES = [*sorted(path.name for path in (ROOT / "examples").glob("*.py")), "own_model_plugin/run.py"]
 RUN_BY_HAND = {
-    "demo.py": "`make demo`",
     "train_adapters.py": "minutes of training",
     "training_data.py": "only data",
+    "web_app.py": "a server: test_web_app.py",
 }
 
 
@@ -42,10 +51,24 @@ def test_the_two_commands_come_first_in_the_readme():
     assert first_block < README.index("```python")
 
 
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_the_code_in_the_readme_runs(number: int):
-    assert len(BLOCKS) == 2
-    assert run("-c", BLOCKS[number]).strip()
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
+def test_the_code_in_the_documents_runs(block: str):
+    assert run("-c", block).strip()
+
+
+def test_each_page_of_the_guide_has_one_runnable_example():
+    pages = [name.partition(".")[0] for name in BLOCKS]
+    assert {name: pages.count(name) for name in WITH_AN_EXAMPLE} == dict.fromkeys(WITH_AN_EXAMPLE, 1)
+    assert pages.count("README") == 2
+
+
+def test_the_reference_has_every_public_name_and_the_site_every_page():
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    shown = set(re.findall(r"^::: motet\.(\w+)$", reference, re.MULTILINE))
+    errors = {name for name in motet.__all__ if hasattr(motet_errors, name)}
+    assert shown - {"errors"} == set(motet.__all__) - errors
+    nav = (ROOT / "mkdocs.yml").read_text().partition("nav:")[2]
+    assert set(re.findall(r"[\w-]+\.md", nav)) == {page.name for page in PAGES} - {"README.md"}
 
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in RUN_BY_HAND])
@@ -54,9 +77,9 @@ def test_the_examples_run(name: str):
 
 
 def test_links_in_the_documents_lead_somewhere():
-    for document in ROOT.glob("*.md"):
+    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text()):
-            assert (ROOT / target).exists(), f"{document.name}: {target}"
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
 def test_the_map_of_the_house_names_every_room_and_no_other():
