@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from itertools import accumulate, count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 from weakref import WeakKeyDictionary
 
 from prometheus_client import REGISTRY, make_asgi_app
@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from motet.errors import InvalidRequest
+from motet.lora.generation import Residency
 
 if TYPE_CHECKING:
     from motet.lora.pool import AdapterPool
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from motet.runtime.meter import Histogram, Meter
 
 ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
-
-RESIDENCIES = ("device",)
 
 
 class EngineCollector(Collector):
@@ -217,7 +216,7 @@ class _Families:
         infos = pool.infos()
         on_device = [info.bytes for info in infos if info.residency == "device"]
         self._value("adapter_device_bytes", sum(on_device), engine)
-        for residency in RESIDENCIES:
+        for residency in get_args(Residency):
             self._value("adapters", sum(info.residency == residency for info in infos), engine, residency)
 
     def _value(self, name: str, value: float, *labels: str) -> None:

@@ -136,7 +136,8 @@ async def test_the_counts_of_a_known_run_are_exact(
         assert value(series, f"{kind}_requests_total", engine="a", **{kind: name}) == requests
         assert value(series, f"{kind}_prompt_tokens_total", engine="a", **{kind: name}) == prompts
         assert value(series, f"{kind}_output_tokens_total", engine="a", **{kind: name}) == outputs
-    assert value(series, "adapters", engine="a", residency="device") == 1
+    places = {place: value(series, "adapters", engine="a", residency=place) for place in RESIDENCIES}
+    assert places == {"device": 1, "host": 0, "disk": 0}
     assert value(series, "adapter_device_bytes", engine="a") == info.bytes > 0
     assert value(series, "process_cpu_seconds_total", engine="a") > 0
     usage = first.usage
@@ -145,6 +146,7 @@ async def test_the_counts_of_a_known_run_are_exact(
 
 
 REASONS = ("stop", "length", "abort", "timeout", "error")
+RESIDENCIES = ("device", "host", "disk")
 
 
 @pytest.mark.anyio
