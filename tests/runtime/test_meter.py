@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as TheirHistogram
 
-from motet.lora.adapter import AdapterRef
+from motet.lora.generation import AdapterLease, Generation
 from motet.runtime.meter import OTHER, POWERS, REQUEST_SECONDS, STEP_SECONDS, Histogram, Meter, Tallies
 from motet.runtime.request import FinishReason, Request
 
@@ -123,7 +123,7 @@ def check_a_random_run(kinds: list[dict], depth: int) -> None:
             end_token_ids=kind["end_token_ids"],
             max_total_tokens=20,
         )
-        request.adapter = AdapterRef(kind["adapter"], i, b"") if kind["adapter"] else None
+        request.adapter = AdapterLease(Generation(kind["adapter"]), slot=0) if kind["adapter"] else None
         meter.enter(request)
         scheduler.add(request)
         requests.append(request)
