@@ -14,8 +14,8 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
-SAMPLE = 0
-"""The purpose of the number that chooses a token."""
+CHOOSE_TOKEN = 0
+"""The purpose of these numbers: another use of a seed shall take another purpose, and so meet none of them."""
 
 
 def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -30,19 +30,14 @@ def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[
 
 
 def uniform(
-    seed: NDArray[np.uint64],
-    position: NDArray[np.uint64],
-    choice: NDArray[np.uint64] | int = 0,
-    purpose: int = SAMPLE,
+    seed: NDArray[np.uint64], position: NDArray[np.uint64], choice: NDArray[np.uint64] | int = 0
 ) -> NDArray[np.float64]:
     """One number in [0, 1) with 24 bits for each (seed, position, choice), each [n], or one choice for all.
 
     `position` is the index of the output token, `choice` that of the output among the n of its request.
     """
-    counter = np.stack(
-        (position & _MASK, position >> _32, np.full_like(position, choice), np.full_like(position, purpose)),
-        axis=-1,
-    )
+    choice, purpose = np.full_like(position, choice), np.full_like(position, CHOOSE_TOKEN)
+    counter = np.stack((position & _MASK, position >> _32, choice, purpose), axis=-1)
     key = np.stack((seed & _MASK, seed >> _32), axis=-1)
     first_word = philox4x32(counter, key)[..., 0]
     numbers: NDArray[np.float64] = (first_word >> np.uint64(8)).astype(np.float64) * 2.0**-24

@@ -21,7 +21,6 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
-        self.vocab_size: int = backend.get_vocab_size()
         added = backend.get_added_tokens_decoder()
         unknown: str | None = getattr(backend.model, "unk_token", None)
         self._unknown_id = None if unknown is None else backend.token_to_id(unknown)

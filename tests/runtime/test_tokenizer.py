@@ -94,7 +94,7 @@ def write_gguf(path: Path, metadata: dict[str, object]) -> None:
 
 def test_demo_ids_equal_those_of_transformers(demo: Tokenizer, demo_gguf: Path) -> None:
     oracle = AutoTokenizer.from_pretrained(demo_gguf.parent, gguf_file=demo_gguf.name)
-    assert demo.vocab_size == len(oracle)
+    assert [demo.has_text(len(oracle) + i, False) for i in (-1, 0)] == [True, False]
     for text in TEXTS:
         ids = demo.encode(text)
         assert ids == oracle(text).input_ids, text
@@ -207,7 +207,6 @@ def test_user_defined_tokens_are_kept_whole_and_shown(small_metadata: dict[str, 
         "tokenizer.ggml.token_type": [*types, 4],
     }
     tokenizer = TokenizerSource.from_gguf(metadata).build()
-    assert tokenizer.vocab_size == tool + 1
     assert tokenizer.encode("<tool call><|end|>") == [tool, 1]
     assert tokenizer.decode([tool, 1], skip_special_tokens=True) == "<tool call>"
     assert tokenizer.decode([tool, 1], skip_special_tokens=False) == "<tool call><|end|>"
