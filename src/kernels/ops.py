@@ -61,7 +61,13 @@ class Ops(ABC):
 
     @abstractmethod
     def pack_linear(self, weight: Tensor) -> Tensor:
-        """The weight [N, K] as this backend likes it best; may take the memory over. Only `linear` reads it."""
+        """The weight [N, K] as this backend likes it best; may take the memory over. Only `linear` and
+        `unpack_linear` read it.
+        """
+
+    @abstractmethod
+    def unpack_linear(self, weight: Tensor) -> Tensor:
+        """The [N, K] that `pack_linear` made `weight` of, in D; it may share the memory."""
 
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -160,6 +166,15 @@ class Ops(ABC):
         """
 
     @abstractmethod
+    def lora_shrink_ids(
+        self, ids: Tensor, vocab_size: int, arena: Tensor, slices: LoRASlices, segments: Tensor
+    ) -> Tensor:
+        """`lora_shrink` of x that is 1 at ids[t] and 0 elsewhere: h[t, p] = A[slot of t, p][:, ids[t]].
+
+        ids [T] int64, each A [r, vocab_size]. Returns h [T, P, R], as `lora_shrink` does.
+        """
+
+    @abstractmethod
     def lora_expand(
         self, h: Tensor, arena: Tensor, slices: LoRASlices, segments: Tensor, out: Tensor
     ) -> None:
@@ -173,19 +188,6 @@ class Ops(ABC):
         """out[t, columns of p] = out · scale + shift of (slot of t, p), in place: for DoRA (arXiv 2402.09353) and
         for biases of an adapter's own. Comes before `lora_expand`; out [T, N] D.
         """
-
-    @abstractmethod
-    def lora_shrink_ids(
-        self, ids: Tensor, vocab_size: int, arena: Tensor, slices: LoRASlices, segments: Tensor
-    ) -> Tensor:
-        """`lora_shrink` of x that is 1 at ids[t] and 0 elsewhere: h[t, p] = A[slot of t, p][:, ids[t]].
-
-        ids [T] int64, each A [r, vocab_size]. Returns h [T, P, R], as `lora_shrink` does.
-        """
-
-    @abstractmethod
-    def unpack_linear(self, weight: Tensor) -> Tensor:
-        """The [N, K] that `pack_linear` made `weight` of, in D; it may share the memory."""
 
     @abstractmethod
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:

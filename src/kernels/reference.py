@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -169,43 +170,13 @@ class ReferenceOps(Ops):
         gathered = torch.index_select(cache, 0, slots, out=self._gathered[:num_slots])
         return gathered.view(-1, *kv.both.shape[1:])
 
-    def lora_rescale(self, arena: Tensor, slices: LoRASlices, segments: Tensor, out: Tensor) -> None:
-        slots = segments[:, 0]
-        scales, shifts = slices.scale_offset[slots].tolist(), slices.shift_offset[slots].tolist()
-        for (_, first, last), scale_of, shift_of in zip(segments.tolist(), scales, shifts, strict=True):
-            for (left, right), scale, shift in zip(slices.columns, scale_of, shift_of, strict=True):
-                y = out[first:last, left:right]
-                if scale >= 0:
-                    y *= arena[scale : scale + right - left]
-                if shift >= 0:
-                    y += arena[shift : shift + right - left]
+    def lora_shrink(self, x: Tensor, arena: Tensor, slices: LoRASlices, segments: Tensor) -> Tensor:
+        return _shrink(x, x.shape[1], arena, slices, segments, lambda a, x: x @ a.t())
 
     def lora_shrink_ids(
         self, ids: Tensor, vocab_size: int, arena: Tensor, slices: LoRASlices, segments: Tensor
     ) -> Tensor:
-        slots = segments[:, 0]
-        ranks, offsets = slices.rank[slots].tolist(), slices.a_offset[slots].tolist()
-        width = max((r for row in ranks for r in row), default=0)
-        h = arena.new_empty(len(ids), len(slices.columns), width)
-        for (_, first, last), rank, offset_of in zip(segments.tolist(), ranks, offsets, strict=True):
-            for p, (offset, r) in enumerate(zip(offset_of, rank, strict=True)):
-                if r:
-                    a = arena[offset : offset + r * vocab_size].view(r, vocab_size)
-                    h[first:last, p, :r] = a[:, ids[first:last]].t()
-        return h
-
-    def lora_shrink(self, x: Tensor, arena: Tensor, slices: LoRASlices, segments: Tensor) -> Tensor:
-        slots = segments[:, 0]
-        ranks, offsets = slices.rank[slots].tolist(), slices.a_offset[slots].tolist()
-        in_features = x.shape[1]
-        width = max((r for row in ranks for r in row), default=0)
-        h = x.new_empty(x.shape[0], len(slices.columns), width)
-        for (_, first, last), rank, offset_of in zip(segments.tolist(), ranks, offsets, strict=True):
-            for p, (offset, r) in enumerate(zip(offset_of, rank, strict=True)):
-                if r:
-                    a = arena[offset : offset + r * in_features].view(r, in_features)
-                    h[first:last, p, :r] = x[first:last] @ a.t()
-        return h
+        return _shrink(ids, vocab_size, arena, slices, segments, lambda a, ids: a[:, ids].t())
 
     def lora_expand(
         self, h: Tensor, arena: Tensor, slices: LoRASlices, segments: Tensor, out: Tensor
@@ -218,6 +189,17 @@ class ReferenceOps(Ops):
                 if r:
                     b = arena[offset : offset + (right - left) * r].view(right - left, r)
                     out[first:last, left:right].addmm_(h[first:last, p, :r], b.t())
+
+    def lora_rescale(self, arena: Tensor, slices: LoRASlices, segments: Tensor, out: Tensor) -> None:
+        slots = segments[:, 0]
+        scales, shifts = slices.scale_offset[slots].tolist(), slices.shift_offset[slots].tolist()
+        for (_, first, last), scale_of, shift_of in zip(segments.tolist(), scales, shifts, strict=True):
+            for (left, right), scale, shift in zip(slices.columns, scale_of, shift_of, strict=True):
+                y = out[first:last, left:right]
+                if scale >= 0:
+                    y *= arena[scale : scale + right - left]
+                if shift >= 0:
+                    y += arena[shift : shift + right - left]
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         chosen = logits.argmax(-1)
@@ -267,6 +249,27 @@ def _like_shapes(q_lens: list[int], seq_lens: list[int]) -> list[list[int]]:
             smallest = seq_lens[i]
         groups[-1].append(i)
     return groups
+
+
+def _shrink(
+    rows: Tensor,
+    in_features: int,
+    arena: Tensor,
+    slices: LoRASlices,
+    segments: Tensor,
+    apply: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """`Ops.lora_shrink` of rows [T, ...], with `apply`(A [r, in_features], n of the rows) -> [n, r]."""
+    slots = segments[:, 0]
+    ranks, offsets = slices.rank[slots].tolist(), slices.a_offset[slots].tolist()
+    width = max((r for row in ranks for r in row), default=0)
+    h = arena.new_empty(len(rows), len(slices.columns), width)
+    for (_, first, last), rank, offset_of in zip(segments.tolist(), ranks, offsets, strict=True):
+        for p, (offset, r) in enumerate(zip(offset_of, rank, strict=True)):
+            if r:
+                a = arena[offset : offset + r * in_features].view(r, in_features)
+                h[first:last, p, :r] = apply(a, rows[first:last])
+    return h
 
 
 def _draw(logits: Tensor, rows: SamplingRows) -> Tensor:
