@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
+
+from motet.params import NonEmptyStr
 
 MiB = 1 << 20
-
-
-def _encodable(text: str) -> str:
-    text.encode()  # a lone surrogate is no character: its UnicodeEncodeError is a ValueError that says so
-    return text
-
-
-Name = Annotated[str, Field(min_length=1), AfterValidator(_encodable)]
 
 
 class EngineConfig(BaseModel):
@@ -25,7 +19,7 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, defer_build=True)
 
-    name: Name | None = None
+    name: NonEmptyStr | None = None
     """The label `engine` of its metrics. None: `engine-1`, or the first such name that no other has."""
 
     device: Literal["auto", "cpu"] = "auto"

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from motet.errors import AdapterLoadError, UnsupportedAdapter
 from motet.lora.peft_config import PeftConfig
+from motet.lora.refusals import listed
 from motet.lora.sites import Projection
-from motet.lora.targets import Target, find_targets, listed
+from motet.lora.targets import Target, find_targets
 
 # Each part of a module's adapter by the end of its key. PEFT leaves the adapter's name out of keys, other tools
 # do not.

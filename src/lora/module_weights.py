@@ -11,8 +11,8 @@ from torch import Tensor
 from motet.errors import AdapterLoadError, UnsupportedAdapter
 from motet.lora.adapter import ModuleLoRA
 from motet.lora.binding import BoundModule
+from motet.lora.refusals import listed
 from motet.lora.sites import Projection
-from motet.lora.targets import listed
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _NORM_ROWS = 1024

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 
 from motet.errors import AdapterError, AdapterExists, AdapterNotFound
 
+MOST_NAMES = 20
+"""That one message lists."""
+
 
 def not_found(name: str, loaded: Iterable[str]) -> AdapterNotFound:
     names = ", ".join(map(repr, sorted(loaded))) or "nothing"
@@ -21,3 +24,10 @@ def another(error: AdapterError) -> AdapterError:
     copy = type(error)(*error.args)
     copy.__cause__ = error.__cause__
     return copy
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first names in a sentence."""
+    names = list(names)
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more

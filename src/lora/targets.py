@@ -12,6 +12,7 @@ import regex
 
 from motet.errors import AdapterLoadError, UnsupportedAdapter
 from motet.lora.peft_config import MAX_RANK, PeftConfig
+from motet.lora.refusals import listed
 
 _ALL_LINEAR = "all-linear"
 TIME_LIMIT = 5.0
@@ -144,10 +145,3 @@ class _Expressions:
             raise AdapterLoadError(
                 f"{self._path}: {field}: matching {expression!r:.80} takes longer than {TIME_LIMIT:g} seconds"
             ) from None
-
-
-def listed(names: Iterable[str], limit: int = 20) -> str:
-    """The first names in a sentence."""
-    names = list(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

@@ -130,8 +130,7 @@ class Meter:
 
     def enter(self, request: Request) -> _Live:
         """A request is taken in. Its siblings, which it forks later, enter with their first token or their end."""
-        name = request.adapter.name if request.adapter is not None else ""
-        live = _Live(self.adapters.of(name), self.tenants.of(request.tenant))
+        live = _Live(self.adapters.of(request.adapter_name), self.tenants.of(request.tenant))
         self._live[request.request_id] = live
         return live
 

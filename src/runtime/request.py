@@ -136,6 +136,11 @@ class Request:
         """-1: the base model alone, or its adapter is not there yet."""
         return -1 if self.adapter is None else self.adapter.slot
 
+    @property
+    def adapter_name(self) -> str:
+        """Empty: the base model alone."""
+        return "" if self.adapter is None else self.adapter.name
+
     def uses(self, ref: AdapterRef) -> bool:
         return self.adapter is not None and self.adapter.ref == ref
 

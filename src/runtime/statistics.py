@@ -60,12 +60,12 @@ class StatisticsKeeper:
         self._per_tenant: Counter[str] = Counter()
 
     def enter(self, request: Request) -> None:
-        self._per_adapter[_adapter_name(request)] += 1
+        self._per_adapter[request.adapter_name] += 1
         self._per_tenant[request.tenant] += 1
 
     def leave(self, request: Request) -> None:
         self._ends.append(self._clock())
-        for counter, key in ((self._per_adapter, _adapter_name(request)), (self._per_tenant, request.tenant)):
+        for counter, key in ((self._per_adapter, request.adapter_name), (self._per_tenant, request.tenant)):
             counter[key] -= 1
             if not counter[key]:
                 del counter[key]
@@ -105,7 +105,3 @@ class StatisticsKeeper:
             return 0.0
         (first, before), (last, _) = self._tokens[0], self._tokens[-1]
         return (sum(n for _, n in self._tokens) - before) / (last - first)
-
-
-def _adapter_name(request: Request) -> str:
-    return request.adapter.name if request.adapter is not None else ""

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from motet.runtime.chat_template import Chat, ChatTemplate
+from motet.runtime.chat_template import ChatTemplate, Prompt
 from motet.runtime.request import Request
 from motet.runtime.tokenizer import Tokenizer
 
@@ -39,11 +39,11 @@ class TokenizerThread:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._take = take
-        self._texts: queue.SimpleQueue[tuple[Request, str | Chat | list[int]] | None] = queue.SimpleQueue()
+        self._texts: queue.SimpleQueue[tuple[Request, Prompt] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="motet-tokenizer", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request, prompt: str | Chat | list[int]) -> None:
+    def submit(self, request: Request, prompt: Prompt) -> None:
         """Takes a prompt that is no ids yet, or whose request has other texts."""
         self._texts.put((request, prompt))
 
@@ -65,7 +65,7 @@ class TokenizerThread:
                 encoded = exc
             self._take(request, encoded)
 
-    def _encode(self, prompt: str | Chat | list[int]) -> list[int]:
+    def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self._tokenizer.encode(prompt)
         if isinstance(prompt, list):

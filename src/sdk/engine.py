@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
-import anyio.to_thread
+import anyio
 
 from motet.config import EngineConfig
 from motet.errors import EngineClosed, InvalidRequest, MotetError

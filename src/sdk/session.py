@@ -158,7 +158,7 @@ class Session:
             name,
             request.params,
             tenant=request.tenant,
-            adapter=request.adapter.name if request.adapter is not None else None,
+            adapter=request.adapter_name or None,
             prompt_tokens=len(prompt) if isinstance(prompt, list) else None,
             operation="chat" if isinstance(prompt, Chat) else "text_completion",
         )

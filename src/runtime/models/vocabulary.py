@@ -62,7 +62,7 @@ class OutputHead:
         return y
 
     def weights(self) -> dict[str, Weight]:
-        """None if tied: the embedding's are loaded."""
+        """Empty if tied: the embedding's are loaded."""
         return {} if self._tied else {f"{self._path}.weight": Weight(self._weight)}
 
     def pack(self) -> None:
