@@ -7,17 +7,16 @@ from os import PathLike
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from motet.frozen import Frozen
 from motet.params import NonEmptyStr
 
 MiB = 1 << 20
 
 
-class EngineConfig(BaseModel):
+class EngineConfig(Frozen):
     """How an engine runs. Frozen; an unknown key is an error (`pydantic.ValidationError`)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, defer_build=True)
 
     name: NonEmptyStr | None = None
     """The label `engine` of its metrics. None: `engine-1`, or the first such name that no other has."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Protocol, runtime_checkable
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, model_validator
+from pydantic import BeforeValidator, Field, InstanceOf, model_validator
+
+from motet.frozen import Frozen
 
 
 def _as_tuple(value: object) -> object:
@@ -55,7 +57,7 @@ class LogitsProcessor(Protocol):
         """
 
 
-class SamplingParams(BaseModel):
+class SamplingParams(Frozen):
     """Frozen; an unknown key or a value out of range is an error (`pydantic.ValidationError`).
 
     None means the model's own `generation_config`; where that has no `do_sample: true`, decoding is greedy.
@@ -64,8 +66,6 @@ class SamplingParams(BaseModel):
     `allowed_token_ids`; then `logits_processors`, one after the other. Then the filters: temperature, `top_k`,
     `top_p`, `min_p`; the likeliest token always stays. Log-probabilities are the model's own, before all this.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
     max_tokens: int = Field(default=256, ge=0)
     """Most tokens to generate. 0 only processes the prompt (and so warms the prefix cache)."""
@@ -149,14 +149,12 @@ class SamplingParams(BaseModel):
         return self
 
 
-class TenantPolicy(BaseModel):
+class TenantPolicy(Frozen):
     """What one tenant may do. Frozen; an unknown key or a value out of range is an error.
 
     At work today: `max_priority`, `adapters` and `prefix_group`. The others are checked and kept, but nothing is
     scheduled or refused by them yet.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
     weight: float = Field(default=1.0, gt=0.0)
     """Its share of the engine beside other tenants'. Not at work yet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -126,6 +127,7 @@ def _resolve(pool: AdapterPool, resolver: Resolver, root: Path | None) -> None:
 def _as_adapter_error(exc: BaseException, what: str) -> AdapterError:
     if isinstance(exc, AdapterError):
         return exc
-    error = AdapterLoadError(f"{what} failed: {type(exc).__name__}: {exc}")
+    # Not by `str`: what an application raises may fail at that, too.
+    error = AdapterLoadError(f"{what} failed: {''.join(traceback.format_exception_only(exc)).strip()}")
     error.__cause__ = exc
     return error

@@ -21,7 +21,9 @@ def exists(name: str) -> AdapterExists:
 
 def another(error: AdapterError) -> AdapterError:
     """The same error for another to raise: each raising adds to an error's traceback."""
-    copy = type(error)(*error.args)
+    # Without its constructor: an application's own kind of error may have one that wants other arguments.
+    copy = type(error).__new__(type(error), *error.args)
+    copy.__dict__.update(error.__dict__)
     copy.__cause__ = error.__cause__
     return copy
 

@@ -44,6 +44,12 @@ def check_name(value: object, what: str) -> None:
         raise InvalidRequest(f"{what} {value!r} holds a lone surrogate, which is no character") from None
 
 
+def check_flag(value: object, what: str) -> None:
+    """Raises InvalidRequest unless the value is True or False: "no" would be as good as True."""
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{what} must be True or False, not {value!r}")
+
+
 def check_seconds(value: object, what: str, *, least: float) -> None:
     """Raises InvalidRequest unless the value is a number of seconds, at least `least`."""
     if (

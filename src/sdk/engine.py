@@ -12,7 +12,7 @@ import anyio
 from motet.config import EngineConfig
 from motet.errors import EngineClosed, InvalidRequest, MotetError
 from motet.params import SamplingParams, TenantPolicy
-from motet.sdk.arguments import check_name, check_seconds
+from motet.sdk.arguments import check_flag, check_name, check_seconds
 from motet.sdk.batch import run_batch
 from motet.sdk.conversation import Message, Tool, as_chat
 from motet.sdk.hooks import AdmittedRequest, FinishedRequest, make_listeners
@@ -262,6 +262,8 @@ class AsyncEngine:
         check_name(name, "an adapter's name")
         if not isinstance(source, (str, os.PathLike)):
             raise InvalidRequest(f"source must be the path of a PEFT folder, not {source!r}")
+        check_flag(pin, "pin")
+        check_flag(replace, "replace")
         loading = runtime.adapter_loader.load(name, source, pin=pin, replace=replace)
         try:
             info = await wait_for(loading)

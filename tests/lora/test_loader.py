@@ -267,6 +267,44 @@ def test_what_a_resolver_does_wrong_is_told_by_type(
         assert pool.infos() == []
 
 
+class _Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class _Lost(AdapterNotFound):
+    """An application's own, which cannot be made from a text alone."""
+
+    def __init__(self, name: str, *, shelf: int) -> None:
+        super().__init__(f"{name} is not on shelf {shelf}")
+        self.shelf = shelf
+
+
+def test_no_error_of_a_resolver_ends_its_thread(
+    sites: tuple[LoRASite, ...], make_adapter: Callable[..., Path]
+) -> None:
+    folder = make_adapter()
+
+    def resolver(name: str) -> Path:
+        if name == "unprintable":
+            raise _Unprintable
+        if name == "lost":
+            raise _Lost(name, shelf=3)
+        return folder
+
+    with running(sites, resolver=resolver) as (pool, _):
+        first, second, lost, good = map(pool.acquire, ("unprintable", "lost", "lost", "good"))
+        assert type(outcome(first)) is AdapterLoadError
+        errors = [outcome(second), outcome(lost)]
+        assert [(type(e), str(e), e.shelf) for e in errors if isinstance(e, _Lost)] == [
+            (_Lost, "lost is not on shelf 3", 3)
+        ] * 2
+        assert errors[0] is not errors[1]
+        assert outcome(good) is None
+        for lease in (first, second, lost, good):
+            pool.release(lease)
+
+
 def test_closing_waits_for_no_resolver_and_fails_what_waits(
     sites: tuple[LoRASite, ...], make_adapter: Callable[..., Path]
 ) -> None:

@@ -151,6 +151,9 @@ async def test_a_taken_name_needs_replace(engine: AsyncEngine, adapters: dict[st
         await engine.load_adapter("it", adapters["r8"])
     with pytest.raises(InvalidRequest, match="name"):
         await engine.load_adapter("", adapters["r8"])
+    for flags in ({"replace": "no"}, {"pin": 1}, {"replace": None}):
+        with pytest.raises(InvalidRequest, match="True or False"):
+            await engine.load_adapter("it", adapters["r8"], **flags)
     assert len(engine.adapters()) == 1
 
 

@@ -1,0 +1,44 @@
+"""Settings are checked whenever they are made, by `model_copy` too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from motet import EngineConfig, SamplingParams, TenantPolicy
+from motet.frozen import Frozen
+
+
+@pytest.mark.parametrize(
+    ("settings", "update"),
+    [
+        (SamplingParams(), {"n": 0}),
+        (SamplingParams(), {"top_p": "0.5"}),
+        (SamplingParams(), {"temperature": float("nan")}),
+        (SamplingParams(), {"max_token": 5}),
+        (SamplingParams(max_tokens=5), {"min_tokens": 6}),
+        (TenantPolicy(), {"weight": 0.0}),
+        (TenantPolicy(), {"burst": 5}),
+        (EngineConfig(), {"block_size": 0}),
+        (EngineConfig(), {"blocksize": 16}),
+    ],
+)
+def test_a_copy_with_a_value_that_the_constructor_refuses_is_refused(
+    settings: Frozen, update: dict[str, Any]
+) -> None:
+    with pytest.raises(ValidationError):
+        settings.model_copy(update=update)
+
+
+def test_a_copy_makes_of_its_values_what_the_constructor_makes() -> None:
+    params = SamplingParams(max_tokens=5, stop="a", logits_processors=lambda ids, logits: logits)
+    copy = params.model_copy(update={"stop": "END", "logit_bias": {"7": 1.0}})
+    assert copy.stop == ("END",)  # not the three stop strings that a tuple of its characters would be
+    assert copy.logit_bias == {7: 1.0}
+    assert copy == SamplingParams(
+        max_tokens=5, stop="END", logit_bias={7: 1.0}, logits_processors=params.logits_processors
+    )
+    assert copy.model_fields_set == {"max_tokens", "stop", "logit_bias", "logits_processors"}
+    assert params.model_copy() == params.model_copy(deep=True) == params
