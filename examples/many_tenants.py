@@ -6,10 +6,8 @@ from pathlib import Path
 from motet import AsyncEngine, SamplingParams
 
 ADAPTERS = Path(__file__).parent / "adapters"
-PROMPT = (
-    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-    "<|im_start|>user\nWhy do cats purr?<|im_end|>\n<|im_start|>assistant\n"
-)
+MESSAGES = [{"role": "user", "content": "Why do cats purr?"}]
+PARAMS = SamplingParams(max_tokens=60)
 
 
 async def main() -> None:
@@ -19,7 +17,7 @@ async def main() -> None:
             await engine.load_adapter(name, ADAPTERS / name)
         answers = await asyncio.gather(
             *(
-                engine.generate(PROMPT, SamplingParams(max_tokens=60), adapter=name, tenant=name or "base")
+                engine.chat(MESSAGES, PARAMS, adapter=name, tenant=name or "base").result()
                 for name in [None, *names]
             )
         )

@@ -4,12 +4,13 @@ import trio
 
 from motet import AsyncEngine, SamplingParams
 
-PROMPT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+PARAMS = SamplingParams(max_tokens=60)
 
 
 async def tell(engine: AsyncEngine, name: str, question: str, seconds: float) -> None:
+    messages = [{"role": "user", "content": question}]
     with trio.move_on_after(seconds) as limit:  # leaving the stream early ends its request
-        async with engine.stream(PROMPT.format(question), SamplingParams(max_tokens=60)) as stream:
+        async with engine.chat(messages, PARAMS) as stream:
             text = "".join([token.text async for token in stream])
             print(f"{name}: {text}")
     if limit.cancelled_caught:
@@ -18,7 +19,7 @@ async def tell(engine: AsyncEngine, name: str, question: str, seconds: float) ->
 
 async def main() -> None:
     async with AsyncEngine("demo") as engine, trio.open_nursery() as nursery:
-        nursery.start_soon(tell, engine, "patient", "What is the capital of Spain?", 60)
+        nursery.start_soon(tell, engine, "patient", "What is the capital of France?", 60)
         nursery.start_soon(tell, engine, "hasty", "Tell me a very long story.", 0.5)
 
 

@@ -22,11 +22,7 @@ from motet import AsyncEngine, EngineStats, SamplingParams
 ADAPTERS = Path(__file__).parent / "adapters"
 QUESTIONS = ("What is the capital of Italy?", "Why do leaves fall in autumn?", "What should I cook tonight?")
 COLOURS = {"base": "white", "haiku": "green", "json": "cyan", "pirate": "yellow"}
-# The model's own chat format, with the system text it was trained on.
-PROMPT = (
-    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-    "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-)
+PARAMS = SamplingParams(max_tokens=90)
 REFRESH = 0.1  # seconds
 BODY_LINES = 8  # of each answer's end
 
@@ -42,8 +38,8 @@ class Tenant:
 
     async def ask(self, engine: AsyncEngine, question: str) -> None:
         self.text, self.note = "", "waiting"
-        prompt = PROMPT.format(question=question)
-        stream = engine.stream(prompt, SamplingParams(max_tokens=90), adapter=self.adapter, tenant=self.name)
+        messages = [{"role": "user", "content": question}]
+        stream = engine.chat(messages, PARAMS, adapter=self.adapter, tenant=self.name)
         async for token in stream:
             self.text += token.text
             self.note = "streaming"
