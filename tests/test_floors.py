@@ -48,7 +48,11 @@ LOWEST_FLOOR = {
 
 BOOKKEEPING = [
     "lora/extents.py",
+    "lora/generation.py",
     "lora/pool.py",
+    "lora/refusals.py",
+    "lora/source.py",
+    "lora/tiers.py",
     "runtime/block_hash.py",
     "runtime/block_pool.py",
     "runtime/engine_core.py",
