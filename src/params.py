@@ -27,6 +27,9 @@ def _with_int_keys(value: object) -> object:
 MAX_STOP_CHARACTERS = 10_000
 """Together in one request's stop strings: the search for them must not hold up others."""
 
+MAX_BAD_WORDS_CHARACTERS = 100_000
+"""Together in one request's bad words, for the same reason."""
+
 MAX_OUTPUTS = 1024
 """Of one request."""
 
@@ -140,10 +143,9 @@ class SamplingParams(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> SamplingParams:
-        if sum(map(len, self.stop)) > MAX_STOP_CHARACTERS:
-            raise ValueError(
-                f"stop: the strings may have {MAX_STOP_CHARACTERS} characters together, not more"
-            )
+        for name, most in (("stop", MAX_STOP_CHARACTERS), ("bad_words", MAX_BAD_WORDS_CHARACTERS)):
+            if sum(map(len, getattr(self, name))) > most:
+                raise ValueError(f"{name}: the strings may have {most} characters together, not more")
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
         return self

@@ -82,6 +82,7 @@ class Intake:
             max_total_tokens=self.max_total_tokens,
             clock=self.clock,
             tenant=tenant,
+            sharing_scope=self.tenants.sharing_scope(tenant),
             adapter=adapter,
             sibling_ids=tuple(next(self._request_ids) for _ in range(1, params.n)),
             priority=priority,
@@ -99,7 +100,7 @@ class Intake:
                 self.model_digest,
                 *self.kv_format,
                 ref.digest if ref is not None else None,
-                self.tenants.sharing_scope(request.tenant),
+                request.sharing_scope,
             )
 
     def forbid(self, sampling: SamplingSpec, bad_words: tuple[tuple[int, ...], ...]) -> SamplingSpec:

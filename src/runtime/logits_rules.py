@@ -10,6 +10,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from math import inf, isfinite
+from types import BuiltinFunctionType, FunctionType, MethodType
 
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ class RequestRules:
         self.bias_ids = torch.tensor([token_id for token_id, _ in rules.logit_bias], dtype=torch.int64)
         self.bias = torch.tensor([added for _, added in rules.logit_bias], dtype=torch.float32)
         self._forbidden: Tensor | None = None
-        self._always_banned = [word[0] for word in rules.bad_words if len(word) == 1]
+        alone = [word[0] for word in rules.bad_words if len(word) == 1]
+        self._always_banned = torch.tensor(alone, dtype=torch.int64)
         self._longer_words: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         """By the token before their last."""
         for word in rules.bad_words:
@@ -60,11 +62,16 @@ class RequestRules:
         return self._forbidden
 
     @property
-    def banned(self) -> list[int]:
-        """The tokens that would now complete a bad word."""
-        words = self._longer_words.get(self.token_ids[-1], ())
-        completing = [w[-1] for w in words if tuple(self.token_ids[1 - len(w) :]) == w[:-1]]
-        return self._always_banned + completing
+    def banned(self) -> Tensor:
+        """[n] int64: the tokens that would now complete a bad word."""
+        known = self.token_ids
+        words = self._longer_words.get(known[-1], ())
+        completing = [
+            w[-1] for w in words if len(w) <= len(known) + 1 and tuple(known[1 - len(w) :]) == w[:-1]
+        ]
+        if not completing:
+            return self._always_banned
+        return torch.cat((self._always_banned, torch.tensor(completing)))
 
     def process(self, row: Tensor) -> Tensor:
         """What the processors make of the row [V] float32, which they may change. Raises RequestFailed."""
@@ -73,9 +80,10 @@ class RequestRules:
             name = f"logits_processors[{i}] ({_name(processor)})"
             try:
                 row = processor(torch.tensor(self.token_ids, device=device), row)
-            except BaseException as exc:  # whatever it raises concerns its request alone
+                wrong = _what_is_wrong(row, shape, device)
+            except BaseException as exc:  # whatever it raises, or what it returns, concerns its request alone
                 raise _failure(name, exc) from exc
-            if (wrong := _what_is_wrong(row, shape, device)) is not None:
+            if wrong is not None:
                 raise RequestFailed(
                     f"{name} returned {wrong}; expected a float32 tensor of shape [{shape[0]}] on {device} "
                     "with at least one finite number, and neither NaN nor +inf"
@@ -149,8 +157,7 @@ def _ban(rows: Tensor, rules: Sequence[RequestRules]) -> None:
     if masks:
         index = torch.tensor(list(masks), device=rows.device)
         rows[index] = rows[index].masked_fill_(torch.stack(list(masks.values())).to(rows.device), -inf)
-    banned = [torch.tensor(own.banned, dtype=torch.int64) for own in rules]
-    rows[_places(banned, rows.device)] = -inf
+    rows[_places([own.banned for own in rules], rows.device)] = -inf
 
 
 def _places(tokens: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -160,8 +167,12 @@ def _places(tokens: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Ten
     return row.to(device), torch.cat(list(tokens)).to(device)
 
 
+_NAMED = (FunctionType, MethodType, BuiltinFunctionType, type)
+
+
 def _name(processor: LogitsProcessor) -> str:
-    return str(getattr(processor, "__qualname__", type(processor).__qualname__))
+    named = processor if isinstance(processor, _NAMED) else type(processor)
+    return named.__qualname__
 
 
 def _failure(name: str, exc: BaseException) -> RequestFailed:
@@ -173,7 +184,7 @@ def _failure(name: str, exc: BaseException) -> RequestFailed:
 
 def _what_is_wrong(row: object, shape: torch.Size, device: torch.device) -> str | None:
     """What a processor returned, unless it is a row to choose from."""
-    if not isinstance(row, Tensor):
+    if type(row) is not Tensor:  # of a kind of its own it may answer anything
         return f"a {type(row).__name__}"
     if (
         row.shape != shape

@@ -85,6 +85,8 @@ class Request:
     """Which of the n outputs it is."""
     sibling_ids: tuple[int, ...] = ()
     """The ids of the siblings that it has yet to fork: while there are any, its last prompt token waits."""
+    sharing_scope: str = ""
+    """Who may share KV with it, by its tenant's policy when it began."""
     root_hash: bytes = b""
     """The parent of its first KV block's hash: everything that decides its KV besides its tokens."""
     prerequisites: set[str] = field(default_factory=set)

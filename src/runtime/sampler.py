@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -48,15 +49,13 @@ def sample(
 
 def _without_early_ends(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """Makes end tokens impossible while fewer than `min_tokens` tokens stand before the chosen one."""
-    early = [
-        (i, token_id)
-        for i, (spec, index) in enumerate(rows)
-        if index < spec.min_tokens
-        for token_id in spec.end_token_ids
-    ]
+    early = [i for i, (spec, index) in enumerate(rows) if index < spec.min_tokens and spec.end_token_ids]
     if early:
         logits = logits.clone()
-        logits[tuple(torch.tensor(early).t())] = float("-inf")
+        ends = [rows[i][0].end_token_ids for i in early]
+        row = np.repeat(early, [len(of_row) for of_row in ends])
+        token = np.fromiter(itertools.chain(*ends), np.int64, len(row))
+        logits[torch.from_numpy(row), torch.from_numpy(token)] = float("-inf")
     return logits
 
 

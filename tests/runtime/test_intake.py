@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from fakes import FakeClock
+from pydantic import ValidationError
 
 from motet.errors import InvalidRequest, PromptTooLong
 from motet.lora.adapter import AdapterRef
@@ -234,6 +235,14 @@ def test_a_request_whose_adapter_is_not_known_yet_gets_its_root_when_it_is() -> 
 
 
 # -- rules for logits ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("field", "most"), [("stop", 10_000), ("bad_words", 100_000)])
+def test_what_is_searched_for_in_each_step_has_a_bound(field: str, most: int) -> None:
+    words = ("a" * (most - 1), "b")
+    make(make_intake(), SamplingParams(**{field: words}))
+    with pytest.raises(ValidationError, match=f"{field}: .*{most} characters"):
+        SamplingParams(**{field: (*words, "c")})
 
 
 def test_a_request_without_rules_has_none() -> None:

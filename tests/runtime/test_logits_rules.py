@@ -182,6 +182,17 @@ class NoText(Exception):
         raise ValueError("not even this")
 
 
+class Hostile(Tensor):
+    @classmethod
+    def __torch_function__(cls, *args: Any, **more: Any) -> Any:
+        raise ValueError("no question is answered")
+
+
+class Nameless(Raises):
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError("no question is answered")
+
+
 FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
     "error": (
         Raises(KeyError("no such state")),
@@ -194,6 +205,9 @@ FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
         lambda ids, row: None,
         r"<lambda>\) returned a NoneType; expected a float32 tensor of shape \[12\]",
     ),
+    "tensor of its own kind": (lambda ids, row: row.as_subclass(Hostile), r"returned a Hostile; expected"),
+    "nameless": (Nameless(KeyError()), r"\(Nameless\) raised KeyError"),
+    "built-in": (len, r"\(len\) raised TypeError"),
     "array": (lambda ids, row: row.numpy(), r"returned a ndarray; expected"),
     "shape": (lambda ids, row: row[:-1], r"returned a torch.float32 tensor of shape \[11\]"),
     "axis": (lambda ids, row: row[None], r"returned a torch.float32 tensor of shape \[1, 12\]"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,28 @@ async def test_case_09_leaving_a_group_ends_the_sharing(engine: AsyncEngine):
     assert await cached(engine, "y") == await cached(engine, "x") == 32
     engine.set_tenant("y", TenantPolicy(prefix_group="friends"))
     assert await cached(engine, "y") == 32
+
+
+async def test_a_policy_holds_for_later_requests_alone_even_beside_one_that_waits_for_its_adapter(
+    tiny_folder: Path, adapters: dict[str, Path]
+):
+    go = threading.Event()
+
+    def resolver(name: str) -> Path:
+        assert go.wait(20)
+        return adapters["r8"]
+
+    config = EngineConfig(kv_cache_bytes=4 << 20, threads=1, adapter_resolver=resolver)
+    async with AsyncEngine(tiny_folder, config) as engine:
+        engine.set_tenant("x", TenantPolicy(prefix_group="friends"))
+        waiting = engine.stream(PROMPT, SHORT, tenant="y", adapter="a")
+        engine.set_tenant("y", TenantPolicy(prefix_group="friends"))
+        go.set()
+        await waiting.result()
+        assert (
+            await cached(engine, "x", adapter="a") == 0
+        )  # what y computed before it was a friend is its own
+        assert await cached(engine, "y", adapter="a") == 32
 
 
 async def test_case_09_even_in_a_group_nobody_hits_another_adapters_blocks(
