@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
 from motet.errors import InvalidRequest
-from motet.runtime.chat_template import Chat
+
+if TYPE_CHECKING:  # an import of motet need not pay for it
+    from motet.runtime.chat_template import Chat
 
 Message = Mapping[str, Any] | BaseModel
 """`role` and `content` (text, or a list of text parts); the assistant's may have `tool_calls`, a tool's answer a
@@ -21,6 +23,8 @@ Tool = Mapping[str, Any] | BaseModel
 
 def as_chat(messages: Sequence[Message], tools: Sequence[Tool] | None) -> Chat:
     """Copies a conversation. Raises InvalidRequest, saying where, for what is not of the OpenAI chat shape."""
+    from motet.runtime.chat_template import Chat
+
     plain = [_as_message(message, where) for message, where in _entries(messages, "messages")]
     if not plain:
         raise InvalidRequest("messages is empty: give at least one message")

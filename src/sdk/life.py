@@ -13,11 +13,11 @@ import anyio.to_thread
 from motet.config import EngineConfig
 from motet.errors import EngineClosed
 from motet.sdk.loops import wait_for
-from motet.sdk.session import Session
 
 if TYPE_CHECKING:
     from motet.sdk.hooks import Listeners
     from motet.sdk.metrics import CollectorRegistry, EngineCollector
+    from motet.sdk.session import Session
 
 
 class Life:
@@ -55,6 +55,8 @@ class Life:
         if serving is not None and serving.is_serving:
             return
         collector = await anyio.to_thread.run_sync(_load_libraries, self._registry)
+        from motet.sdk.session import Session
+
         ending = self.session
         if ending is not None and ending.is_here and ending.thread.is_stopping:
             await wait_for(ending.thread.ended)
