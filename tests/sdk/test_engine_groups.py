@@ -234,7 +234,7 @@ async def test_case_11_unloaded_in_mid_decode_sixteen_answers_finish_on_the_old_
         await aborted.result()
     with pytest.raises(AdapterNotFound):
         engine.stream(PROMPT, params, adapter="a")
-    arena = engine._running()[1].adapters._arena
+    arena = engine._running()[1].adapters._tiers._arena
     await until(lambda: arena.used_bytes == 0)
 
 

@@ -295,7 +295,7 @@ async def test_case_24_logits_that_are_not_finite_end_that_stream_alone(
 ):
     await engine.load_adapter("sick", adapters["r5"])
     _, runtime = engine._running()
-    runtime.adapters._arena.data[: 1 << 10] = float("inf")
+    runtime.adapters._tiers._arena.data[: 1 << 10] = float("inf")
     other = engine.stream([5, 6], SamplingParams(max_tokens=50, ignore_eos=True))
     with pytest.raises(RequestFailed, match="not finite"):
         await engine.generate([5, 6], SHORT, adapter="sick")
