@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from io import TextIOWrapper
+
 
 def main() -> None:
     """The program `motet`."""
@@ -11,4 +14,6 @@ def main() -> None:
         if error.name not in ("typer", "rich"):
             raise
         raise SystemExit(f"motet's command line needs {error.name}: pip install 'motet[cli]'") from None
+    if isinstance(sys.stdout, TextIOWrapper):  # a model says what not every terminal's encoding can
+        sys.stdout.reconfigure(errors="replace")
     app()

@@ -37,19 +37,42 @@ Key = tuple[str, str]
 
 
 def run(source: Path, target: Path, model: str, adapters: Mapping[str, Path], config: EngineConfig) -> bool:
-    """Appends a result to `target` for each line of `source` that has none yet. Whether all results are good."""
-    with target.open("a+b") as out:
+    """Appends a result to `target` for each line of `source` that has none yet. Whether all results are good.
+
+    Raises InvalidRequest for files that cannot be those of a batch, OSError for those that cannot be read or written.
+    """
+    if target.exists() and not target.is_file():
+        raise InvalidRequest(f"{target} is no regular file: results are read again when a batch goes on")
+    if target.exists() and source.samefile(target):
+        raise InvalidRequest(f"{target} is the file of requests, too: name another one for the results")
+    with target.open("a+b") as out, source.open("rb") as lines:
+        _claim(out)
         results = Results(out)
-        with source.open("rb") as lines:
+        total = None  # of a pipe, which can be read only once
+        if lines.seekable():
             total = sum(1 for line in lines if line.strip())
-        with source.open("rb") as lines:
-            work = results.missing(lines)
-            first = next(work, None)  # a finished batch needs no model
-            if first is not None:
-                anyio.run(_answer_all, results, _chain(first, work), total, model, adapters, config)
+            lines.seek(0)
+        work = results.missing(lines)
+        first = next(work, None)  # a finished batch needs no model
+        if first is not None:
+            anyio.run(_answer_all, results, _chain(first, work), total, model, adapters, config)
     console = Console(stderr=True)
     console.print(f"{results.num_good} answered, {results.num_failed} failed: {target}", markup=False)
     return results.num_failed == 0
+
+
+def _claim(out: BinaryIO) -> None:
+    """Keeps a second process off the file until this one closes it, where the system can do that."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    try:
+        fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InvalidRequest(
+            f"another `motet batch` writes {out.name}: wait for it, or name another file"
+        ) from None
 
 
 class Results:
@@ -65,22 +88,19 @@ class Results:
         file.seek(0)
         whole = 0
         for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                break
-            self._note(number, line)
-            whole += len(line)
+            is_whole = line.endswith(b"\n")
+            try:
+                result = _read_result(line)
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                if not is_whole and isinstance(error, ValueError) and _begins_a_result(line):
+                    break
+                raise InvalidRequest(
+                    f"line {number} of {file.name} is no result of `motet batch`: name another file, or move it away"
+                ) from error
+            if is_whole:
+                self._count(*result)
+                whole += len(line)
         file.truncate(whole)
-
-    def _note(self, number: int, line: bytes) -> None:
-        try:
-            result = json.loads(line)
-            key = ("id", _canonical(result["id"])) if "id" in result else ("line", str(result["line"]))
-            failed = "error" in result
-        except (ValueError, KeyError, TypeError) as error:
-            raise InvalidRequest(
-                f"line {number} of {self._file.name} is no result of `motet batch`: name another file, or move it away"
-            ) from error
-        self._count(key, failed)
 
     def _count(self, key: Key, failed: bool) -> None:
         self._done.add(key)
@@ -113,9 +133,26 @@ class Results:
         """Appends and flushes one result; the system keeps it even if this process is killed now."""
         named = {"line": number} if key[0] == "line" else {"id": json.loads(key[1])}
         line = json.dumps({**named, **result}, ensure_ascii=False) + "\n"
-        self._file.write(line.encode("utf-8", "surrogatepass"))
+        self._file.write(line.encode("utf-8", "backslashreplace"))  # a lone surrogate, as JSON spells it
         self._file.flush()
         self._count(key, "error" in result)
+
+
+def _read_result(line: bytes) -> tuple[Key, bool]:
+    """What a line of results is the result of, and whether that failed.
+
+    Raises ValueError if it is no JSON; KeyError, TypeError or RecursionError if it is JSON of another kind.
+    """
+    result = json.loads(line)
+    key = ("id", _canonical(result["id"])) if "id" in result else ("line", str(result["line"]))
+    failed = "error" in result
+    if not failed:
+        result["text"]
+    return key, failed
+
+
+def _begins_a_result(line: bytes) -> bool:
+    return any(begin.startswith(line[: len(begin)]) for begin in (b'{"id": ', b'{"line": '))
 
 
 def _canonical(line_id: object) -> str:
@@ -144,7 +181,7 @@ def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
 async def _answer_all(
     results: Results,
     work: Iterator[tuple[int, Key, dict[str, Any] | str]],
-    total: int,
+    total: int | None,
     model: str,
     adapters: Mapping[str, Path],
     config: EngineConfig,
@@ -160,22 +197,25 @@ async def _answer_all(
     queued = max(1, int(config.max_num_seqs * QUEUED_SHARE))
     if config.max_waiting is not None:
         queued = min(queued, config.max_waiting)
-    deaths: list[EngineDead] = []
+    ends: list[EngineDead | OSError] = []
     with progress:
         bar = progress.add_task("starting", total=total, completed=results.num_done, rate=0.0)
 
         async def answer_some() -> None:
             for number, key, content in work:  # one iterator for all: each line is taken once
                 try:
-                    result = await _answer(engine, content)
-                except EngineDead as error:  # of all lines, not of this one: the next start tries it again
-                    deaths.append(error)
+                    result = await _answer_or_error(engine, content)
+                    results.add(key, number, result)
+                except (
+                    EngineDead,
+                    OSError,
+                ) as error:  # of all lines, not of this one: it stays to be answered
+                    ends.append(error)
                     group.cancel_scope.cancel()
                     return
-                except MotetError as error:
-                    result = {"error": {"type": type(error).__name__, "message": str(error)}}
-                    progress.console.print(f"line {number}: {error}", style="yellow", markup=False)
-                results.add(key, number, result)
+                if "error" in result:
+                    message = f"line {number}: {result['error']['message']}"
+                    progress.console.print(message, style="yellow", markup=False)
                 progress.update(bar, completed=results.num_done, rate=engine.stats().tokens_per_second)
 
         async with AsyncEngine(model, config) as engine:
@@ -185,8 +225,18 @@ async def _answer_all(
             async with anyio.create_task_group() as group:
                 for _ in range(config.max_num_seqs + queued):
                     group.start_soon(answer_some)
-            if deaths:
-                raise deaths[0]
+            if ends:
+                raise ends[0]
+
+
+async def _answer_or_error(engine: AsyncEngine, content: dict[str, Any] | str) -> dict[str, Any]:
+    """One line's result. Raises EngineDead."""
+    try:
+        return await _answer(engine, content)
+    except EngineDead:
+        raise
+    except MotetError as error:
+        return {"error": {"type": type(error).__name__, "message": str(error)}}
 
 
 async def _answer(engine: AsyncEngine, content: dict[str, Any] | str) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pydantic import ValidationError
 from rich.console import Console
 
-from motet import Engine, EngineConfig, MotetError, SamplingParams
+from motet import Engine, EngineConfig, InvalidRequest, MotetError, SamplingParams
+from motet.cli.options import first_mistake
 
 ADAPTER = "chat"
 FORGET = "/new"
@@ -18,9 +20,12 @@ def run(
     max_tokens: int,
     temperature: float | None,
 ) -> None:
-    """Reads lines until the end of the input. Raises what the engine raises at its start."""
+    """Reads lines until the end of the input. Raises InvalidRequest, and what the engine raises at its start."""
     console = Console(highlight=False)
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    try:
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    except ValidationError as error:
+        raise InvalidRequest(first_mistake(error)) from error
     beginning = [{"role": "system", "content": system}] if system else []
     messages = list(beginning)
     with Engine(model, config) as engine:

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import psutil
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from motet import Engine, EngineConfig, ModelInfo
 
@@ -56,7 +57,7 @@ def _version(package: str) -> str:
 
 
 def _table(title: str, facts: dict[str, str]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = Table(title=Text(title), title_justify="left", show_header=False)
     for name, fact in facts.items():
-        table.add_row(name, fact)
+        table.add_row(name, Text(fact))
     return table

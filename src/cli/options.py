@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
@@ -29,8 +29,8 @@ Adapters = Annotated[
 
 def as_config(settings: Sequence[str]) -> EngineConfig:
     """`KEY=VALUE` each; a value is JSON, or else the text itself."""
-    values = {}
-    for key, value in map(_split, settings):
+    values: dict[str, Any] = {}
+    for key, value in _split(settings).items():
         try:
             values[key] = json.loads(value)
         except ValueError:
@@ -43,7 +43,7 @@ def as_config(settings: Sequence[str]) -> EngineConfig:
 
 def as_adapters(adapters: Sequence[str]) -> dict[str, Path]:
     """`NAME=PATH` each."""
-    return {name: Path(path) for name, path in map(_split, adapters)}
+    return {name: Path(path) for name, path in _split(adapters).items()}
 
 
 def first_mistake(error: ValidationError) -> str:
@@ -55,16 +55,23 @@ def first_mistake(error: ValidationError) -> str:
 
 @contextmanager
 def shown_errors() -> Iterator[None]:
-    """Ends the command with what a MotetError says; others are faults of ours and keep their traceback."""
+    """Ends the command with what the engine or the system says; others are faults of ours and keep their traceback."""
     try:
         yield
-    except MotetError as error:
+    except BrokenPipeError:  # typer ends quietly
+        raise
+    except (MotetError, OSError) as error:
         Console(stderr=True).print(f"{type(error).__name__}: {error}", style="red", markup=False)
         raise typer.Exit(1) from error
 
 
-def _split(pair: str) -> tuple[str, str]:
-    key, separator, value = pair.partition("=")
-    if not (key and separator and value):
-        raise typer.BadParameter(f"{pair!r} is not of the form KEY=VALUE")
-    return key, value
+def _split(pairs: Sequence[str]) -> dict[str, str]:
+    split: dict[str, str] = {}
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not (key and separator and value):
+            raise typer.BadParameter(f"{pair!r} is not of the form KEY=VALUE")
+        if key in split:
+            raise typer.BadParameter(f"{key!r} is given twice")
+        split[key] = value
+    return split

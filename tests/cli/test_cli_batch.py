@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from motet.cli.main import app
+from motet.runtime.engine_loop import EngineLoop
 
 SMALL = ["--set", "kv_cache_bytes=4194304", "--set", "max_num_seqs=8"]
 
@@ -114,18 +117,124 @@ def test_a_torn_last_result_is_made_again(tiny_folder, tmp_path):
     assert {r["id"]: r["token_ids"] for r in results} == {r["id"]: r["token_ids"] for r in whole}
 
 
-@pytest.mark.parametrize("foreign", ['{"name": "a diary"}', "not even JSON", "[]", "3"])
-def test_a_file_that_holds_other_things_is_not_touched(tiny_folder, tmp_path, foreign):
+@pytest.mark.parametrize("end", ["\n", ""])
+@pytest.mark.parametrize(
+    "foreign",
+    ['{"name": "a diary"}', '{"id": 1, "prompt": "of a batch"}', "not even JSON", "[]", "3", "[" * 100_000],
+)
+def test_a_file_that_holds_other_things_is_not_touched(tiny_folder, tmp_path, foreign, end):
     source = write_lines(tmp_path / "in.jsonl", request("a"))
-    target = write_lines(tmp_path / "out.jsonl", foreign)
+    target = tmp_path / "out.jsonl"
+    target.write_text(foreign + end)
     done = batch(source, target, tiny_folder)
     assert done.exit_code == 1
     assert "line 1" in done.output
-    assert target.read_text() == foreign + "\n"
+    assert target.read_text() == foreign + end
+
+
+def test_results_never_go_into_the_file_of_requests_nor_into_what_is_no_file(tiny_folder, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", request("a"))
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(source)
+    before = source.read_bytes()
+    for target in (source, link, Path(os.devnull), tmp_path / "no folder" / "out.jsonl"):
+        done = batch(source, target, tiny_folder)
+        assert done.exit_code == 1
+        assert "InvalidRequest: " in done.output or "FileNotFoundError: " in done.output
+    assert source.read_bytes() == before
+
+
+@pytest.mark.skipif(os.name != "posix", reason="flock")
+def test_a_second_batch_on_the_same_results_is_refused(tiny_folder, tmp_path):
+    import fcntl
+
+    source, target = write_lines(tmp_path / "in.jsonl", request("a")), tmp_path / "out.jsonl"
+    with target.open("a+b") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        done = batch(source, target, tiny_folder)
+    assert done.exit_code == 1
+    assert "another `motet batch`" in done.output
+    assert batch(source, target, tiny_folder).exit_code == 0
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a pipe by name")
+def test_requests_may_come_from_a_pipe(tiny_folder, tmp_path):
+    source = tmp_path / "pipe"
+    os.mkfifo(source)
+    lines = "".join(json.dumps(request(i)) + "\n" for i in range(3))
+    writer = threading.Thread(target=source.write_text, args=(lines,))
+    writer.start()
+    assert batch(source, tmp_path / "out.jsonl", tiny_folder).exit_code == 0
+    writer.join()
+    assert sorted(r["id"] for r in read_lines(tmp_path / "out.jsonl")) == [0, 1, 2]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the limit of a file's size")
+def test_a_full_disk_is_said_in_one_line_and_the_next_start_goes_on(tiny_folder, tmp_path):
+    import resource
+
+    source = write_lines(tmp_path / "in.jsonl", *(request(i) for i in range(30)))
+    target = tmp_path / "out.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        done = batch(source, target, tiny_folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert done.exit_code == 1
+    assert "OSError: [Errno" in done.output
+    assert target.stat().st_size == 2000
+    assert batch(source, target, tiny_folder).exit_code == 0
+    assert sorted(r["id"] for r in read_lines(target)) == list(range(30))
+
+
+def test_a_dead_engine_stops_the_batch_and_its_lines_stay_to_be_answered(tiny_folder, tmp_path, monkeypatch):
+    source = write_lines(tmp_path / "in.jsonl", *(request(i) for i in range(30)))
+    target = tmp_path / "out.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineLoop, "_step", fail_at(5, EngineLoop._step))
+        done = batch(source, target, tiny_folder)
+    assert done.exit_code == 1
+    assert "EngineDead: " in done.output
+    assert all("error" not in result for result in read_lines(target))
+    assert batch(source, target, tiny_folder).exit_code == 0
+    assert sorted(r["id"] for r in read_lines(target)) == list(range(30))
+
+
+def fail_at(call: int, function):
+    calls = itertools.count(1)
+
+    def wrapped(*args):
+        if next(calls) == call:
+            raise RuntimeError("the kernel is broken")
+        return function(*args)
+
+    return wrapped
+
+
+def test_every_line_of_results_is_utf_8(tiny_folder, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps(request("\ud800", prompt="x")) + "\n")
+    for _ in range(2):
+        assert batch(source, tmp_path / "out.jsonl", tiny_folder).exit_code == 0
+    assert [r["id"] for r in read_lines(tmp_path / "out.jsonl")] == ["\ud800"]
+
+
+def test_lines_of_any_system_are_read(tiny_folder, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(json.dumps(request(i)).encode() for i in (1, 2)))
+    assert batch(source, tmp_path / "out.jsonl", tiny_folder).exit_code == 0
+    assert sorted(r["id"] for r in read_lines(tmp_path / "out.jsonl")) == [1, 2]
 
 
 @pytest.mark.parametrize(
-    "option", [["--set", "block_sizes=8"], ["--set", "block_size"], ["--adapter", "just-a-path"]]
+    "option",
+    [
+        ["--set", "block_sizes=8"],
+        ["--set", "block_size"],
+        ["--adapter", "just-a-path"],
+        ["--adapter", "a=x", "--adapter", "a=y"],
+    ],
 )
 def test_a_wrong_option_is_named(tiny_folder, tmp_path, option):
     source = write_lines(tmp_path / "in.jsonl", request("a"))

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typer.testing import CliRunner
 
 from motet.cli.main import app
+from motet.sdk.testing import save_tiny_model
 
 
 def test_info_describes_the_machine():
@@ -30,6 +31,13 @@ def test_a_model_that_is_not_there_is_an_error_in_one_line(tmp_path):
     assert done.exit_code == 1
     assert "ModelNotFound" in done.output
     assert "Traceback" not in done.output
+
+
+def test_a_name_with_brackets_is_shown_as_it_is(tmp_path):
+    folder = save_tiny_model(tmp_path / "a[bold]b[" / "c]")
+    done = CliRunner().invoke(app, ["info", str(folder)], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert "a[bold]b[/c]" in done.output
 
 
 def test_help_needs_no_torch():
