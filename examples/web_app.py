@@ -17,7 +17,7 @@ from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
@@ -49,14 +49,16 @@ async def chat(request: Request) -> Response:
         asked = await request.json()
         params = SamplingParams(max_tokens=asked.get("max_tokens", 256))
         stream = engine.chat(
-            asked["messages"],
+            asked.get("messages"),
             params,
             adapter=asked.get("adapter"),
             tenant=request.headers.get("x-tenant", "default"),
             deadline=60,
         )
-    except (KeyError, AttributeError, ValueError) as error:  # not JSON, no messages, or InvalidRequest
+    except (AttributeError, ValueError, RecursionError) as error:  # no JSON object, or InvalidRequest
         return refusal(400, error)
+    except ClientDisconnect:  # in the middle of its question
+        return Response(status_code=400)
     except AdapterNotFound as error:
         return refusal(404, error)
     except QueueFull as error:

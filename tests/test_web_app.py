@@ -89,8 +89,11 @@ def test_a_bad_request_gets_a_status_and_a_reason(client, status, body):
         assert response.json()["error"]
 
 
-def test_a_body_that_is_not_json_is_a_bad_request(client):
-    assert client.post("/chat", content=b"{").status_code == 400
+@pytest.mark.parametrize("body", [b"{", b"", b"\xff", b"[]", b"{}", b"[" * 100_000, b'{"messages": null}'])
+def test_a_body_that_is_no_question_is_a_bad_request(client, body):
+    response = client.post("/chat", content=body)
+    assert response.status_code == 400
+    assert response.json()["error"]
 
 
 def test_the_metrics_are_served(client):

@@ -25,12 +25,20 @@ def as_chat(messages: Sequence[Message], tools: Sequence[Tool] | None) -> Chat:
     """Copies a conversation. Raises InvalidRequest, saying where, for what is not of the OpenAI chat shape."""
     from motet.runtime.chat_template import Chat
 
-    plain = [_as_message(message, where) for message, where in _entries(messages, "messages")]
+    try:
+        plain = [_as_message(message, where) for message, where in _entries(messages, "messages")]
+        given = (
+            [_as_object(tool, where) for tool, where in _entries(tools, "tools")]
+            if tools is not None
+            else None
+        )
+    except RecursionError:
+        raise InvalidRequest(
+            "the conversation is nested too deeply, or holds itself: only JSON data can be in it"
+        ) from None
     if not plain:
         raise InvalidRequest("messages is empty: give at least one message")
-    if tools is None:
-        return Chat(plain)
-    return Chat(plain, [_as_object(tool, where) for tool, where in _entries(tools, "tools")])
+    return Chat(plain, given)
 
 
 def _as_message(message: object, where: str) -> dict[str, Any]:

@@ -32,6 +32,8 @@ TEMPLATE = """\
 {% endfor %}
 {% if add_generation_prompt %}a:{% endif %}"""
 HELLO = [{"role": "user", "content": "hello"}]
+RING: list[object] = []
+RING.append(RING)
 
 
 @pytest.fixture(scope="session")
@@ -137,6 +139,8 @@ async def test_messages_may_be_spelled_in_all_ways_of_the_openai_shape(chatty: A
         ([{"role": "assistant", "tool_calls": [call("{")]}], r"arguments is not JSON"),
         ([{"role": "assistant", "tool_calls": [call("5")]}], r"arguments must be a JSON object"),
         ([{"role": "user", "content": "a", "when": object()}], r"messages\[0\].when is of type object"),
+        ([{"role": "user", "content": "a", "more": RING}], "nested too deeply"),
+        ([{"role": "assistant", "tool_calls": [call("[" * 100_000)]}], "nested too deeply"),
     ],
 )
 async def test_what_is_no_conversation_is_refused_at_once(
@@ -152,6 +156,7 @@ async def test_what_is_no_conversation_is_refused_at_once(
         ("weather", "tools must be a list"),
         ([print], r"tools\[0\] is of type builtin"),
         (["a"], r"tools\[0\] must"),
+        ([{"function": RING}], "nested too deeply"),
     ],
 )
 async def test_what_are_no_tools_is_refused_at_once(chatty: AsyncEngine, tools: object, message: str):
