@@ -28,6 +28,8 @@ Values that no engine could accept (a negative temperature, an unknown key) are 
 
 from __future__ import annotations
 
+import traceback
+
 
 class MotetError(Exception):
     """Base of every error that motet raises on purpose."""
@@ -115,8 +117,9 @@ class EngineDead(MotetError):
     """
 
     def __init__(self, cause: BaseException) -> None:
+        what = "".join(traceback.format_exception_only(cause)).strip()  # not by `str`, which may fail
         super().__init__(
-            f"the engine died of {type(cause).__name__}: {cause}. Close it with `await engine.aclose()`; "
+            f"the engine died of {what}. Close it with `await engine.aclose()`; "
             "`await engine.start()` brings it back empty"
         )
         self.cause = cause

@@ -7,6 +7,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 from motet.errors import AdapterError, AdapterLoadError, AdapterNotFound, MotetError
@@ -18,6 +19,8 @@ from motet.lora.sites import LoRASite
 from motet.lora.source import check_inside, folder_of
 
 Resolver = Callable[[str], "str | os.PathLike[str] | None"]
+
+Fail = Callable[[BaseException], object]
 
 END_PATIENCE = 10.0
 """Seconds that `close` waits for the adapter in hand."""
@@ -42,17 +45,16 @@ class AdapterLoader:
         self._pool = pool
         self._arena = arena
         self._sites = sites
-        self._root = root = root.absolute() if root is not None else None
-        self._threads = [threading.Thread(target=self._load, name="motet-adapter-loader", daemon=True)]
-        if resolver is not None:
-            resolve = threading.Thread(
-                target=_resolve, args=(pool, resolver, root), name="motet-adapter-resolver", daemon=True
-            )
-            self._threads.append(resolve)
+        self._root = root.absolute() if root is not None else None
+        self._resolver = resolver
+        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+    def start(self, fail: Fail) -> None:
+        """`fail` is told of a fault in the bookkeeping, which ends a thread: who waits for it would wait for ever."""
+        self._thread = _start("motet-adapter-loader", self._load, fail)
+        if self._resolver is not None:
+            resolve = partial(_resolve, self._pool, self._resolver, self._root)
+            _start("motet-adapter-resolver", resolve, fail)
 
     def load(
         self, name: str, source: str | os.PathLike[str], *, pin: bool = False, replace: bool = False
@@ -65,7 +67,8 @@ class AdapterLoader:
         self._pool.close(refusal)
         self._pool.work.put(False)
         self._pool.unresolved.put(None)
-        self._threads[0].join(END_PATIENCE)  # not for the resolver: it is the application's own
+        if self._thread is not None:
+            self._thread.join(END_PATIENCE)  # not for the resolver: it is the application's own
 
     def run_jobs(self) -> None:
         """Does all that there is to do now, on the calling thread. For the loader's thread, or instead of it."""
@@ -103,6 +106,18 @@ class AdapterLoader:
         for victim in job.victims:
             self._pool.evicted(victim, self._arena.copy_out(victim.slot) if victim.stored else None)
         self._pool.placed(job, self._arena.place(copy))
+
+
+def _start(name: str, run: Callable[[], None], fail: Fail) -> threading.Thread:
+    def guarded() -> None:
+        try:
+            run()
+        except BaseException as exc:
+            fail(exc)
+
+    thread = threading.Thread(target=guarded, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def _resolve(pool: AdapterPool, resolver: Resolver, root: Path | None) -> None:

@@ -57,7 +57,7 @@ class EngineLoop:
         self._texts = TokenizerThread(
             self.runtime.tokenizer.build(), self.runtime.chat_template, self._post_prompt
         )
-        self.runtime.adapter_loader.start()
+        self.runtime.adapter_loader.start(partial(_fail, post))
         self._keeper = StatisticsKeeper(self._core.scheduler, self.runtime.model_info.backend)
         meter.statistics = self._keeper.snapshot()
 
@@ -116,11 +116,13 @@ class EngineLoop:
 
     def end(self, reason: FinishReason, error: Callable[[], MotetError]) -> None:
         """Ends every request, with an error of its own each. The loop is of no use afterwards."""
-        deltas = self._core.abandon(reason, error)
-        self._meter.statistics = self._keeper.snapshot()
-        self._tell(deltas)
-        self._texts.close()
-        self.runtime.adapter_loader.close(error)
+        try:
+            deltas = self._core.abandon(reason, error)
+            self._meter.statistics = self._keeper.snapshot()
+            self._tell(deltas)
+        finally:  # whatever state a fault has left the rest in
+            self._texts.close()
+            self.runtime.adapter_loader.close(error)
 
     def _step(self) -> list[Delta]:
         start = time.monotonic()
@@ -173,6 +175,16 @@ class EngineLoop:
         self._keeper.leave(request)
         if request.adapter is not None:
             self.runtime.adapters.release(request.adapter)
+
+
+def _fail(post: Callable[[Command], None], fault: BaseException) -> None:
+    """Any thread: what befell it concerns every request."""
+
+    def command(loop: EngineLoop) -> None:
+        raise fault
+
+    with suppress(MotetError):  # the engine ended meanwhile
+        post(command)
 
 
 def _post_adapter(post: Callable[[Command], None], request: Request, arrival: Future[None]) -> None:

@@ -112,7 +112,15 @@ class EngineThread:
 
     def _call(self, function: Callable[[EngineLoop], T]) -> Future[T]:
         future: Future[T] = Future()
-        self._post(lambda loop: future.set_result(function(loop)))
+
+        def command(loop: EngineLoop) -> None:
+            try:
+                future.set_result(function(loop))
+            except BaseException as exc:
+                future.set_exception(EngineDead(exc))
+                raise
+
+        self._post(command)
         return future
 
     def _stop_at_exit(self) -> None:
@@ -182,7 +190,10 @@ class EngineThread:
                 self._commands.get_nowait()(loop)
             except Exception:
                 logger.exception("a command failed while the engine ended")
-        loop.end(reason, refusal)
+        try:
+            loop.end(reason, refusal)
+        except Exception:  # whose stream was not told of an end is told when this thread has ended
+            logger.exception("the engine did not end in order")
 
 
 def _abort(loop: EngineLoop, request_id: int) -> bool:

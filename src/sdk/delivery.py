@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from motet.errors import InvalidRequest
+from motet.errors import InvalidRequest, MotetError
 from motet.sdk.loops import Loop, LoopGone
 from motet.sdk.outputs import Token, Usage
 from motet.sdk.stream import StreamEnd, TokenStream
@@ -72,6 +73,7 @@ class Delivery:
         """Sends each stream its part. Never blocks; what nobody waits for any more is dropped."""
         last = {delta.request.request_id: delta for delta in deltas}
         by_loop: dict[Loop, dict[int, _Parcel]] = {}
+        ends: dict[int, tuple[StreamEnd, RequestReport | None]] = {}
         for delta in deltas:
             request = delta.request
             address = self._addresses.get(request.group_id)
@@ -86,15 +88,34 @@ class Delivery:
                 address.ended.append(request)
                 if len(address.ended) == request.params.n or request.sibling_ids:  # ended before it forked
                     parcel.end = _end(address.ended)
-                    if address.report is not None:
-                        address.report.finish(parcel.end)
-                    self.detach(request.group_id)
+                    ends[request.group_id] = parcel.end, address.report
+        # Behind all that a fault could be in: whoever is detached hears of its end.
+        for group_id, (end, report) in ends.items():
+            self.detach(group_id)
+            if report is not None:
+                report.finish(end)
         for loop, parcels in by_loop.items():
             try:
                 loop.call_soon(_hand_over, list(parcels.values()))
             except LoopGone:
                 for group_id in parcels:
                     self._abort(group_id)
+
+    def close(self, refusal: Callable[[], MotetError]) -> None:
+        """The engine has ended: ends the streams that it did not, because a fault came in between.
+
+        Each gets an error of its own.
+        """
+        for request_id, address in list(self._addresses.items()):
+            end = StreamEnd(_NOTHING_KNOWN, (), None, (), "error", refusal())
+            self.detach(request_id)
+            if address.report is not None:
+                address.report.finish(end)
+            with suppress(LoopGone):
+                address.loop.call_soon(_hand_over, [_Parcel(address.stream, end=end)])
+
+
+_NOTHING_KNOWN = Usage(0, 0, 0, 0, None, None, 0.0, ())
 
 
 def _hand_over(parcels: list[_Parcel]) -> None:

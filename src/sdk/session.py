@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from motet.config import EngineConfig
-from motet.errors import EngineClosed, QueueFull
+from motet.errors import EngineClosed, MotetError, QueueFull
 from motet.params import SamplingParams
 from motet.runtime.chat_template import Chat, Prompt
 from motet.sdk.arguments import as_ids, check_arguments, check_prompt_type
@@ -46,6 +46,7 @@ class Session:
         self.finalizer: weakref.finalize[..., Life]
         self.delivery = Delivery(self._cancel)
         self.thread: EngineThread = EngineThread(model, config, self.delivery.deliver)
+        self.thread.ended.add_done_callback(lambda _: self.delivery.close(self._refusal))
         self._collector = collector
         name = collector.add(config.name, self.thread)
         self.hooks = HookThread(name, listeners) if listeners is not None else None
@@ -162,6 +163,11 @@ class Session:
             prompt_tokens=len(prompt) if isinstance(prompt, list) else None,
             operation="chat" if isinstance(prompt, Chat) else "text_completion",
         )
+
+    def _refusal(self) -> MotetError:
+        refusal = self.thread.refusal
+        assert refusal is not None, "the thread has ended"
+        return refusal
 
     def _cancel(self, request_id: int) -> None:
         self.thread.cancel(request_id)

@@ -48,11 +48,13 @@ def running(
     arena = AdapterArena(sites, capacity_bytes, torch.float32, torch.device("cpu"))
     pool = AdapterPool(arena, host_bytes, resolving=resolver is not None)
     loader = AdapterLoader(pool, arena, sites, root=root, resolver=resolver)
-    loader.start()
+    faults: list[BaseException] = []
+    loader.start(faults.append)
     try:
         yield pool, loader
     finally:
         loader.close(lambda: EngineClosed("closed"))
+    assert faults == []
     pool.check_integrity()
     assert not any(thread.name == "motet-adapter-loader" for thread in threading.enumerate())
 
@@ -394,7 +396,7 @@ def race(seed: int, rounds: int, patch: pytest.MonkeyPatch) -> None:
     threads = [*loaders, thread(serve, 2), thread(serve, 3)]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    loader.start()
+    loader.start(lambda fault: None)
     try:
         for each in threads:
             each.start()
