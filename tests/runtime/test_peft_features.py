@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from motet.config import EngineConfig
-from motet.lora.adapter import read_adapter
 from motet.params import SamplingParams
 from motet.runtime.build import Runtime, build_runtime
 from motet.runtime.request import Request
@@ -112,12 +111,10 @@ def mixed_logits(
     """Each request with its logits of four steps, all requests side by side in each."""
     requests = []
     for row, name in enumerate(names):
-        ref = None if name is None else runtime.adapters.acquire(name)
         request = runtime.intake.make_request(
             SamplingParams(max_tokens=4, ignore_eos=True, temperature=0),
             tenant="t",
-            adapter=ref,
-            adapter_slot=-1 if ref is None else runtime.adapters.slot(ref),
+            adapter=None if name is None else runtime.adapters.acquire(name),
             priority=0,
             deadline=None,
         )
@@ -158,7 +155,8 @@ def test_case_14_every_feature_in_one_batch_has_pefts_logits(
     runtime = build_runtime(tmp_path / "model", config, lambda _: None)
     for name, folder in folders.items():
         if name is not None and folder is not None:
-            runtime.adapters.add(name, read_adapter(folder, runtime.lora_sites))
+            runtime.adapter_loader.load(name, folder)
+    runtime.adapter_loader.run_jobs()
     runtime.adapters.check_integrity()
     wrong = {}
     for request, ours in mixed_logits(runtime, list(folders), monkeypatch):
