@@ -116,6 +116,11 @@ class HookThread:
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="motet-hooks", daemon=True)
 
+    @property
+    def is_this_thread(self) -> bool:
+        """Whether a listener asks."""
+        return threading.current_thread() is self._thread
+
     def start(self) -> None:
         atexit.register(self._close_at_exit)
         self._thread.start()

@@ -167,10 +167,22 @@ async def test_a_deadline_ends_the_request_after_its_tokens(engine: AsyncEngine)
     assert stream.usage.timeline[-1][0] == "finished"
 
 
-async def test_a_sleeping_consumer_loses_nothing(engine: AsyncEngine):
-    stream = engine.stream([5, 6, 7], params(40))
-    await engine.generate([5, 6, 7], params(60))
-    assert len([token async for token in stream]) == 40
+async def test_case_23_a_consumer_asleep_loses_nothing_and_hurts_nobody(
+    engine: AsyncEngine, tiny_model: LlamaForCausalLM
+):
+    sleeper = engine.stream([5, 6, 7], params(300))
+    read = [await sleeper.__anext__()]
+    for start in range(
+        20, 60, 8
+    ):  # it does not ask again until others have come and gone, and it has ended itself
+        prompts = [[start + i, 6, 7] for i in range(8)]
+        for prompt, other in zip(prompts, await engine.generate_batch(prompts, params(30)), strict=True):
+            assert isinstance(other, Completion)
+            assert list(other.token_ids) == greedy(tiny_model, prompt, 30)
+    await settled(engine)
+    assert sleeper.usage is not None
+    read += [token async for token in sleeper]
+    assert [token.token_id for token in read] == greedy(tiny_model, [5, 6, 7], 300)
 
 
 async def test_two_tasks_cannot_wait_on_one_stream(engine: AsyncEngine):

@@ -19,6 +19,7 @@ from motet import (
     AdmittedRequest,
     AsyncEngine,
     DeadlineExceeded,
+    Engine,
     EngineClosed,
     EngineDead,
     FinishedRequest,
@@ -280,6 +281,19 @@ async def test_a_hook_may_speak_to_the_event_loop_that_closes_the_engine(
             await engine.generate([5], SHORT, request_id=f"{i}")
     await until(lambda: len(heard) == 3)
     assert heard == list("012")
+
+
+def test_a_hook_that_closes_its_engine_is_refused_rather_than_wait_for_itself(tiny_folder: Path):
+    refused: list[str] = []
+
+    def close(request: FinishedRequest) -> None:
+        with pytest.raises(InvalidRequest) as error:
+            engine.close()
+        refused.append(str(error.value))
+
+    with Engine(tiny_folder, CONFIG, on_finish=close) as engine:
+        engine.generate([5], SHORT)
+    assert len(refused) == 1 and "another thread" in refused[0]
 
 
 def test_an_interpreter_that_ends_with_the_engine_open_still_tells_the_ends(tiny_folder: Path):
