@@ -17,6 +17,10 @@ from motet.lora.refusals import listed
 _ALL_LINEAR = "all-linear"
 TIME_LIMIT = 5.0
 """Seconds for all expressions of one config: a hostile one can take for ever."""
+MAX_REPEATS = 1000
+"""The product of all counts in an expression, as 20 in `.{20}`: compiled, each takes that many times the memory."""
+_COUNT = re.compile(r"\{\s*(\d+)")
+_VERBOSE = re.compile(r"\(\?[A-Za-z0-9]*x")
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,7 @@ class _Expressions:
     ) -> regex.Match[str] | None:
         try:
             if around not in self._compiled:
+                self._check_size(field, expression)
                 self._compiled[around] = regex.compile(around)
             compiled = self._compiled[around]
             left = max(self._deadline - time.monotonic(), 1e-3)
@@ -145,3 +150,16 @@ class _Expressions:
             raise AdapterLoadError(
                 f"{self._path}: {field}: matching {expression!r:.80} takes longer than {TIME_LIMIT:g} seconds"
             ) from None
+
+    def _check_size(self, field: str, expression: str) -> None:
+        if _VERBOSE.search(expression):  # where a count can hide behind spaces and comments
+            raise UnsupportedAdapter(
+                f"{self._path}: {field}: {expression!r:.80} is a verbose expression, (?x)"
+            )
+        repeats = 1
+        for count in _COUNT.findall(expression):
+            repeats *= max(1, int(count[:10]))
+            if repeats > MAX_REPEATS:
+                raise UnsupportedAdapter(
+                    f"{self._path}: {field}: {expression!r:.80} repeats more than {MAX_REPEATS} times in all"
+                )

@@ -144,7 +144,9 @@ class Request:
         return "" if self.adapter is None else self.adapter.name
 
     def uses(self, ref: AdapterRef) -> bool:
-        return self.adapter is not None and self.adapter.ref == ref
+        """Whether it holds that load of an adapter, or an earlier one of the same name that was replaced."""
+        held = self.adapter.ref if self.adapter is not None else None
+        return held is not None and held.name == ref.name and held.generation <= ref.generation
 
     @property
     def num_tokens(self) -> int:

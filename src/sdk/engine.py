@@ -277,7 +277,8 @@ class AsyncEngine:
     async def unload_adapter(self, name: str, *, in_flight: Literal["finish", "abort"] = "finish") -> None:
         """Refuses new requests for an adapter at once, and frees it when its last request has ended.
 
-        Requests that run finish on the weights they began with, or are aborted now. Raises AdapterNotFound.
+        Requests that run finish on the weights they began with, or are aborted now, those on weights that were
+        replaced included. Raises AdapterNotFound.
         """
         session, runtime = self._running()
         check_name(name, "an adapter's name")

@@ -655,3 +655,27 @@ def test_case_16_an_expression_that_would_take_for_ever_is_stopped_and_holds_up_
         done.set()
         other.join()
     assert turns >= 5
+
+
+@pytest.mark.parametrize(
+    ("expression", "feature"),
+    [
+        (r"(?:.*q_proj){2000}", "repeats more than 1000 times"),
+        (r".{1001,}", "repeats more than 1000 times"),
+        (r"((a{100}){100}){100}", "repeats more than 1000 times"),
+        (r"(?x) a { 2000 }", "verbose"),
+        (r"a|(?ix:b{2#\n000})", "verbose"),
+    ],
+)
+def test_an_expression_that_would_take_memory_without_bound_is_never_compiled(
+    expression: str, feature: str, make_adapter: MakeAdapter, sites: Sites, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("regex.compile", lambda *_: pytest.fail("compiled"))
+    for change in ({"target_modules": expression}, {"rank_pattern": {expression: 4}}):
+        with pytest.raises(UnsupportedAdapter, match=f"{next(iter(change))}: .*{feature}"):
+            read_adapter(edit_config(make_adapter(), **change), sites)
+
+
+def test_an_expression_may_repeat_what_a_path_can_hold(make_adapter: MakeAdapter, sites: Sites) -> None:
+    weights = read_adapter(edit_config(make_adapter(), target_modules=r"(?:[^.]{1,20}\.){4}q_proj|.*"), sites)
+    assert weights.modules

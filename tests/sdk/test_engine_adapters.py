@@ -145,6 +145,22 @@ async def test_unloading_may_abort_what_runs(engine: AsyncEngine, adapters: dict
         await engine.unload_adapter("it", in_flight="later")
 
 
+async def test_unloading_may_abort_what_runs_on_weights_that_were_replaced(
+    engine: AsyncEngine, adapters: dict[str, Path]
+):
+    await engine.load_adapter("it", adapters["r5"])
+    await engine.load_adapter("other", adapters["r5"])
+    old, other = (engine.stream(PROMPT, LONG, adapter=name) for name in ("it", "other"))
+    await old.__anext__()
+    await engine.load_adapter("it", adapters["r8"], replace=True)
+    await engine.unload_adapter("it", in_flight="abort")
+    with pytest.raises(RequestAborted):
+        await old.result()
+    await other.__anext__()
+    await engine.load_adapter("it", adapters["r8"])
+    assert len((await engine.generate(PROMPT, params(30), adapter="it")).token_ids) == 30
+
+
 async def test_a_taken_name_needs_replace(engine: AsyncEngine, adapters: dict[str, Path]):
     await engine.load_adapter("it", adapters["r5"])
     with pytest.raises(AdapterExists, match="replace"):
