@@ -74,11 +74,6 @@ class LoRAWeights:
         """The largest one."""
         return max(len(module.a) for module in self.modules.values())
 
-    @property
-    def nbytes(self) -> int:
-        """Of the tensors as they are here; the arena keeps them in its own dtype."""
-        return sum(tensor.nbytes for module in self.modules.values() for tensor in module.tensors())
-
 
 def read_adapter(path: str | os.PathLike[str], sites: Sequence[LoRASite]) -> LoRAWeights:
     """Reads the PEFT folder `path` for the model with these `sites`. Blocks; runs on any thread.

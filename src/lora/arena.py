@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from motet.errors import AdapterLoadError
 from motet.kernels.ops import LoRASlices
 from motet.lora.adapter import LoRAWeights
 from motet.lora.extents import Extents
@@ -106,9 +105,8 @@ class AdapterArena:
             freed = [self._held[slot][0] for slot in without]
             return self._extents.fits(nbytes // self.data.itemsize, freed)
 
-    def place(self, adapter: LoRAWeights | PackedAdapter) -> int:
-        """Copies an adapter in and returns its adapter slot. Raises `AdapterLoadError` if there is no room."""
-        packed = adapter if isinstance(adapter, PackedAdapter) else self.pack(adapter)
+    def place(self, packed: PackedAdapter) -> int:
+        """Copies an adapter in and returns its adapter slot. Only if it fits, as `fits` says."""
         with self._lock:
             slot, offset = self._reserve(packed.data.numel())
             layout = _moved(packed.layout, offset)
@@ -184,14 +182,7 @@ class AdapterArena:
     def _reserve(self, size: int) -> tuple[int, int]:
         """(slot, offset) of a new extent."""
         offset = self._extents.alloc(size)
-        if offset is None:
-            itemsize = self.data.itemsize
-            raise AdapterLoadError(
-                f"no room: the adapter takes {size * itemsize} bytes in one piece. Of adapter_bytes = "
-                f"{self.capacity_bytes}, {self.capacity_bytes - self.used_bytes} are free, at most "
-                f"{self._extents.largest_free * itemsize} in one piece. Raise EngineConfig.adapter_bytes, or "
-                "unload adapters (one that running requests use stays until they end)"
-            )
+        assert offset is not None, "an adapter is placed where it does not fit"
         if not self._free_slots:
             self._grow()
         slot = self._free_slots.pop()

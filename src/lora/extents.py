@@ -18,11 +18,6 @@ class Extents:
         self._held: dict[int, int] = {}  # offset -> size
         self._free: list[tuple[int, int]] = [(0, capacity)] if capacity else []  # (offset, size), by offset
 
-    @property
-    def largest_free(self) -> int:
-        """The most that `alloc` can give at once."""
-        return max((size for _, size in self._free), default=0)
-
     def alloc(self, size: int) -> int | None:
         """The offset of `size` > 0 units, from now on the caller's; None if no free stretch is that long."""
         assert size > 0

@@ -49,6 +49,11 @@ def make_weights(
     return LoRAWeights(next(_digests).to_bytes(32, "big"), modules)
 
 
+def num_bytes(weights: LoRAWeights) -> int:
+    """In float32."""
+    return sum(tensor.nbytes for module in weights.modules.values() for tensor in module.tensors())
+
+
 def make_arena(capacity_bytes: int = 1 << 16) -> AdapterArena:
     """Float32 on the CPU, full of NaN: whoever reads what nobody wrote shows it."""
     arena = AdapterArena(SITES, capacity_bytes, torch.float32, torch.device("cpu"))

@@ -32,7 +32,7 @@ def test_segments_are_the_longest_runs_of_one_adapter_and_leave_base_rows_out(ro
 
 def test_base_rows_and_rows_whose_adapter_skips_the_linear_are_left_as_they_are() -> None:
     arena = make_arena()
-    q_only, o_only = (arena.place(make_weights({m: 2})) for m in ("q", "o"))
+    q_only, o_only = (arena.place(arena.pack(make_weights({m: 2}))) for m in ("q", "o"))
     for site, rows in ((SITES[0], [1, 4]), (SITES[1], [2])):
         out = torch.full((5, sum(site.out_features)), float("nan"))
         out[rows] = 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lora_factories import SITES, make_arena, make_weights
+from lora_factories import SITES, make_arena, make_weights, num_bytes
 
 import motet.lora.loader
 from motet.errors import (
@@ -83,7 +83,7 @@ def test_what_left_the_device_is_read_from_its_folder_again(
     sites: tuple[LoRASite, ...], make_adapter: Callable[..., Path], num_reads: list[Path]
 ) -> None:
     first, second = make_adapter("first", seed=1), make_adapter("second", seed=2)
-    size = read_adapter(first, sites).nbytes
+    size = num_bytes(read_adapter(first, sites))
     with running(sites, capacity_bytes=size) as (pool, loader):
         for name, folder in (("a", first), ("b", second)):
             assert loader.load(name, folder).result(PATIENCE).residency == "device"
@@ -101,7 +101,7 @@ def test_a_folder_that_is_not_what_it_was_is_an_error_for_its_requests_alone(
 ) -> None:
     first, second = make_adapter("first", seed=1), make_adapter("second", seed=2)
     safe = shutil.copytree(first, tmp_path / "safe")
-    size = read_adapter(first, sites).nbytes
+    size = num_bytes(read_adapter(first, sites))
     with running(sites, capacity_bytes=size) as (pool, loader):
         loader.load("a", first).result(PATIENCE)
         loader.load("b", second).result(PATIENCE)
@@ -195,7 +195,7 @@ def test_case_17_a_link_that_is_turned_outward_later_is_not_followed(
     root = tmp_path / "root"
     inside = shutil.copytree(outside, root / "inside")
     (root / "link").symlink_to(inside)
-    size = read_adapter(inside, sites).nbytes
+    size = num_bytes(read_adapter(inside, sites))
     with running(sites, capacity_bytes=size, root=root) as (pool, loader):
         loader.load("a", "link").result(PATIENCE)
         loader.load("b", "inside").result(PATIENCE)
@@ -317,7 +317,7 @@ def test_closing_waits_for_no_resolver_and_fails_what_waits(
         go.wait(PATIENCE)
 
     folder = make_adapter()
-    size = read_adapter(folder, sites).nbytes
+    size = num_bytes(read_adapter(folder, sites))
     with running(sites, capacity_bytes=size, resolver=resolver) as (pool, loader):
         lease = pool.acquire("slow")
         assert asked.wait(PATIENCE)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lora_factories import num_bytes
 from peft import PeftModel
 from torch import Tensor
 
@@ -58,7 +59,7 @@ def test_each_module_gets_pefts_own_delta(
     model = make_peft(**config)
     model.save_pretrained(tmp_path)
     arena = AdapterArena(sites, 16 * MiB, torch.float32, OPS.device)
-    batch = LoRABatch(arena, [arena.place(read_adapter(tmp_path, sites))] * 9)
+    batch = LoRABatch(arena, [arena.place(arena.pack(read_adapter(tmp_path, sites)))] * 9)
     adapted = 0
     for site in sites:
         x = torch.randn(9, site.in_features)
@@ -80,7 +81,7 @@ def test_case_13_rows_of_a_mixed_batch_get_their_own_adapters_delta_and_base_row
     for i, config in enumerate(STRONG):
         model = make_peft(seed=i, **config)
         model.save_pretrained(tmp_path / str(i))
-        models[arena.place(read_adapter(tmp_path / str(i), sites))] = model
+        models[arena.place(arena.pack(read_adapter(tmp_path / str(i), sites)))] = model
     slots = list(models)
     row_slot = [-1, *slots, -1, -1, *reversed(slots), *(3 * [slots[5]]), *(2 * [slots[1]]), -1]
     batch = LoRABatch(arena, row_slot)
@@ -103,8 +104,8 @@ def test_weights_are_cast_to_the_arenas_dtype(
     weights = read_adapter(make_adapter(r=5), sites)
     ops = select_ops("cpu", "bfloat16")
     arena = AdapterArena(sites, MiB, torch.bfloat16, ops.device)
-    slot = arena.place(weights)
-    assert arena.used_bytes == arena.nbytes(slot) == weights.nbytes // 2
+    slot = arena.place(arena.pack(weights))
+    assert arena.used_bytes == arena.nbytes(slot) == num_bytes(weights) // 2
     x = torch.randn(3, sites[1].in_features).bfloat16()
     out = torch.zeros(3, sum(sites[1].out_features), dtype=torch.bfloat16)
     LoRABatch(arena, [slot, -1, slot]).add_delta(ops, sites[1], x, out)

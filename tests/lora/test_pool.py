@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from lora_factories import Disk, holds, make_weights
+from lora_factories import Disk, holds, make_weights, num_bytes
 
 from motet.errors import AdapterExists, AdapterLoadError, AdapterNotFound, EngineClosed
 from motet.lora.adapter import AdapterRef, LoRAWeights
@@ -30,7 +30,7 @@ def test_a_loaded_adapter_is_described_and_found_by_its_name() -> None:
     assert (info.name, info.rank, info.bytes, info.digest) == (
         "acme",
         5,
-        weights.nbytes,
+        num_bytes(weights),
         weights.digest.hex(),
     )
     assert (info.pinned, info.in_use, info.residency) == (True, 0, "device")
@@ -53,7 +53,7 @@ def test_a_taken_name_is_refused_unless_it_is_to_be_replaced() -> None:
     weights = make_weights({"k": 2})
     new = disk.load("acme", weights, replace=True)
     assert new.generation > old.generation
-    assert disk.arena.used_bytes == weights.nbytes
+    assert disk.arena.used_bytes == num_bytes(weights)
     assert holds(disk.arena, disk.pool.acquire("acme").slot, weights)
 
 
@@ -84,7 +84,7 @@ def test_a_retired_generation_lives_until_its_last_request_ends(replace: bool) -
         assert holds(disk.arena, lease.slot, weights)
         disk.pool.check_integrity()
         disk.pool.release(lease)
-    assert disk.arena.used_bytes == (newer.nbytes if replace else 0)
+    assert disk.arena.used_bytes == (num_bytes(newer) if replace else 0)
 
 
 def test_a_name_that_is_loaded_again_is_another_generation_though_the_weights_are_the_same() -> None:

@@ -44,7 +44,7 @@ def test_case_14_an_adapter_of_every_module_has_pefts_logits(family: str, dora: 
     ops = float32_ops()
     model = load_model(save_folder(base, tmp_path / "model"), ops).model
     arena = AdapterArena(model.lora_sites, 4 << 20, torch.float32, ops.device)
-    slot = arena.place(read_adapter(tmp_path / "adapter", model.lora_sites))
+    slot = arena.place(arena.pack(read_adapter(tmp_path / "adapter", model.lora_sites)))
     assert all(
         arena.adapts([slot], site.index) for site in model.lora_sites if not dora or site.role == "layer"
     )
@@ -124,6 +124,6 @@ def test_a_pissa_adapter_that_peft_converted_is_a_plain_lora(tmp_path: Path) -> 
     with torch.inference_mode():
         theirs = peer(ids[None]).logits[0]
     arena = AdapterArena(model.lora_sites, 1 << 20, torch.float32, torch.device("cpu"))
-    slot = arena.place(read_adapter(tmp_path / "adapter", model.lora_sites))
+    slot = arena.place(arena.pack(read_adapter(tmp_path / "adapter", model.lora_sites)))
     ours = motet_logits(model, float32_ops(), ids, range(10), lora=LoRABatch(arena, [slot] * 10))
     assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
