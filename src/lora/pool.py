@@ -82,11 +82,10 @@ class AdapterPool:
     def remove(self, name: str) -> AdapterRef:
         """Retires the name's generation and returns it. Raises `AdapterNotFound`."""
         with self._lock:
-            generation = self._current.get(name)
+            generation = self._current.pop(name, None)
             if generation is None:
                 raise not_found(name, self._current)
             assert generation.ref is not None
-            del self._current[name]
             generation.pinned = False
             self._let_go(generation)
             return generation.ref
@@ -126,9 +125,8 @@ class AdapterPool:
             self._tiers.check_integrity()
             for generation in self._tiers.live:
                 assert generation.ref is not None
-                assert (
-                    self._is_needed(generation) or generation in self._wanted
-                )  # whose load was just cancelled
+                # Wanted alone is one whose load was just cancelled.
+                assert self._is_needed(generation) or generation in self._wanted
                 assert not generation.holds or generation.slot >= 0, "in use, but not on the device"
                 assert not generation.waiting or generation in self._wanted or generation.busy
             for name, generation in self._current.items():
@@ -280,7 +278,7 @@ class AdapterPool:
             if generation.copy is not None and not generation.stored and not self._tiers.store(generation):
                 generation.copy = None
             self._answer(generation)
-            self._let_go(generation)
+            self._settle(generation)
         return generation in self._wanted
 
     # -- leases and names ----------------------------------------------------------------------------------
@@ -354,12 +352,10 @@ class AdapterPool:
         """Whoever waits for its load, if anybody, has an answer."""
         future = self._loading.pop(generation, None)
         if future is not None and future.set_running_or_notify_cancel():
-            tell = (
-                partial(future.set_exception, error)
-                if error
-                else partial(future.set_result, generation.info())
-            )
-            self._news.append(tell)
+            if error is not None:
+                self._news.append(partial(future.set_exception, error))
+            else:
+                self._news.append(partial(future.set_result, generation.info()))
 
     # -- the one way out -----------------------------------------------------------------------------------
 
@@ -372,12 +368,16 @@ class AdapterPool:
 
     def _let_go(self, generation: Generation) -> None:
         """After anything that may have left a generation to nobody, or others with more room."""
+        self._settle(generation)
+        if self._wanted:
+            self.work.put(True)
+
+    def _settle(self, generation: Generation) -> None:
+        """Nothing is wanted, or kept, that nobody needs."""
         if generation.published and not generation.waiting and generation not in self._loading:
             self._wanted.pop(generation, None)
         if not self._is_needed(generation):
             self._free(generation)
-        if self._wanted:
-            self.work.put(True)
 
     def _free(self, generation: Generation) -> None:
         self._loading.pop(generation, None)

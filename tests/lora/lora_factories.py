@@ -113,9 +113,13 @@ class Disk:
         return future.result(timeout=0)
 
     def run_jobs(self) -> None:
-        while (job := self.pool.next_job()) is not None:
-            self.do(job)
-            self.pool.check_integrity()
+        """As the loader's thread: all there is to do, and again whenever the pool says that there may be more."""
+        self.pool.work.put(True)
+        while not self.pool.work.empty():
+            self.pool.work.get()
+            while (job := self.pool.next_job()) is not None:
+                self.do(job)
+                self.pool.check_integrity()
 
     def do(self, job: Read | Bring) -> None:
         try:

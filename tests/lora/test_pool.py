@@ -466,3 +466,19 @@ def wait(disk: Disk, name: str) -> AdapterLease:
     disk.run_jobs()
     assert lease.slot >= 0
     return lease
+
+
+def test_the_loader_is_called_for_nothing_while_an_adapter_waits_for_room() -> None:
+    disk = Disk(28)
+    for name in ("a", "b"):
+        disk.load(name, make_weights({"q": 1}))
+    holder, waiter = (
+        disk.pool.acquire("b"),
+        disk.pool.acquire("a"),
+    )  # the latest to be loaded is on the device
+    disk.run_jobs()
+    assert disk.pool.next_job() is None and disk.pool.work.empty(), "a loader that asks again and again"
+    disk.pool.release(holder)
+    assert disk.pool.work.get_nowait()
+    disk.run_jobs()
+    assert waiter.slot >= 0
