@@ -55,7 +55,7 @@ class EngineCollector(Collector):
                     f"EngineConfig.name is {name!r}, but an engine of that name lives on the same metrics "
                     "registry: close it, choose another name, or give each its own `registry`"
                 )
-            self._engines[name] = thread
+            self._engines = {**self._engines, name: thread}
             return name
 
     def remove(self, thread: EngineThread) -> None:
@@ -69,7 +69,7 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         families = _Families()
-        for name, thread in self._engines.items():  # the dict of this moment: `remove` makes a new one
+        for name, thread in self._engines.items():  # the dict of this moment: each change makes a new one
             families.add(name, thread)
         return [family for family in families if family.samples]
 
@@ -111,7 +111,10 @@ def metrics_app(registry: CollectorRegistry | None) -> ASGIApp:
                 await receive()
                 await send({"type": answer})
         else:
-            await scrape(scope, receive, send)
+            headers = [
+                (key, value) for key, value in scope["headers"] if value.isascii()
+            ]  # it fails at others
+            await scrape({**scope, "headers": headers}, receive, send)
 
     return app
 

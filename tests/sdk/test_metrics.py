@@ -8,6 +8,7 @@ import gzip
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import anyio
 import pytest
@@ -25,7 +26,7 @@ from motet import (
     RequestAborted,
     SamplingParams,
 )
-from motet.sdk.metrics import collector_of
+from motet.sdk.metrics import EngineCollector, collector_of
 from tests.sdk.checks import settled
 from tests.sdk.conftest import CONFIG
 
@@ -415,6 +416,31 @@ async def test_the_app_answers_in_the_format_that_is_asked_for(
         _, _, body = await ask(app, query=b"name[]=motet_up")
         assert {family.name for family in text_string_to_metric_families(body.decode())} == {"motet_up"}
     assert (await ask(app))[2] == b""
+
+
+@pytest.mark.anyio
+async def test_a_header_that_is_no_ascii_is_passed_over(registry: CollectorRegistry):
+    app = AsyncEngine("demo", registry=registry).metrics_app()
+    status, headers, _ = await ask(app, (b"accept", b"\xff"), (b"accept-encoding", b"\xff"))
+    assert status == 200 and headers[b"Content-Type"].startswith(b"text/plain")
+
+
+def test_an_engine_may_start_in_the_middle_of_a_scrape(monkeypatch: pytest.MonkeyPatch):
+    shown: list[str] = []
+
+    def show(families: object, name: str, thread: object) -> None:
+        shown.append(name)
+        if len(shown) == 1:
+            collector.add("newcomer", Mock())
+
+    collector = EngineCollector()
+    collector.add("a", Mock())
+    collector.add("b", Mock())
+    monkeypatch.setattr("motet.sdk.metrics._Families.add", show)
+    list(collector.collect())
+    assert shown == ["a", "b"]
+    list(collector.collect())
+    assert shown[2:] == ["a", "b", "newcomer"]
 
 
 @pytest.mark.anyio
