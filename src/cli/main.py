@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from motet.cli.options import Adapters, Model, Settings, as_adapters, as_config, shown_errors
+from motet.cli.options import MODELS, Adapters, Model, Settings, as_adapters, as_config, shown_errors
 
 app = typer.Typer(
     name="motet",
@@ -49,7 +49,7 @@ def chat(
 def batch(
     source: Annotated[Path, typer.Argument(metavar="IN.jsonl", exists=True, dir_okay=False)],
     target: Annotated[Path, typer.Argument(metavar="OUT.jsonl", dir_okay=False)],
-    model: Annotated[str, typer.Option(help="A Hugging Face folder, a .gguf file, a hub id, or 'demo'.")],
+    model: Annotated[str, typer.Option(help=MODELS)],
     adapters: Adapters = [],  # noqa: B006
     settings: Settings = [],  # noqa: B006
 ) -> None:

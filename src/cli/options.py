@@ -14,7 +14,8 @@ from rich.console import Console
 
 from motet import EngineConfig, MotetError
 
-Model = Annotated[str, typer.Argument(help="A Hugging Face folder, a .gguf file, a hub id, or 'demo'.")]
+MODELS = "A Hugging Face folder, a .gguf file, a hub id, or 'demo'."
+Model = Annotated[str, typer.Argument(help=MODELS)]
 Settings = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=VALUE", help="A field of EngineConfig, such as max_num_seqs=16."),
@@ -30,7 +31,7 @@ Adapters = Annotated[
 def as_config(settings: Sequence[str]) -> EngineConfig:
     """`KEY=VALUE` each; a value is JSON, or else the text itself."""
     values: dict[str, Any] = {}
-    for key, value in _split(settings).items():
+    for key, value in _split(settings, "KEY=VALUE").items():
         try:
             values[key] = json.loads(value)
         except ValueError:
@@ -43,7 +44,7 @@ def as_config(settings: Sequence[str]) -> EngineConfig:
 
 def as_adapters(adapters: Sequence[str]) -> dict[str, Path]:
     """`NAME=PATH` each."""
-    return {name: Path(path) for name, path in _split(adapters).items()}
+    return {name: Path(path) for name, path in _split(adapters, "NAME=PATH").items()}
 
 
 def first_mistake(error: ValidationError) -> str:
@@ -65,12 +66,12 @@ def shown_errors() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
-def _split(pairs: Sequence[str]) -> dict[str, str]:
+def _split(pairs: Sequence[str], form: str) -> dict[str, str]:
     split: dict[str, str] = {}
     for pair in pairs:
         key, separator, value = pair.partition("=")
         if not (key and separator and value):
-            raise typer.BadParameter(f"{pair!r} is not of the form KEY=VALUE")
+            raise typer.BadParameter(f"{pair!r} is not of the form {form}")
         if key in split:
             raise typer.BadParameter(f"{key!r} is given twice")
         split[key] = value
