@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import BeforeValidator, Field, InstanceOf, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from motet.frozen import Frozen
 
@@ -134,7 +135,9 @@ class SamplingParams(Frozen):
     allowed_token_ids: TokenIds | None = None
     """Only these may be chosen. None: all."""
 
-    logits_processors: Annotated[tuple[InstanceOf[LogitsProcessor], ...], BeforeValidator(_as_tuple)] = ()
+    logits_processors: SkipJsonSchema[
+        Annotated[tuple[InstanceOf[LogitsProcessor], ...], BeforeValidator(_as_tuple)]
+    ] = ()
     """The application's own changes, one after the other, with the last word. See `LogitsProcessor`."""
 
     prompt_logprobs: int | None = Field(default=None, ge=0, le=1000)

@@ -32,6 +32,14 @@ def test_a_copy_with_a_value_that_the_constructor_refuses_is_refused(
         settings.model_copy(update=update)
 
 
+@pytest.mark.parametrize("kind", [SamplingParams, TenantPolicy])
+def test_web_services_get_a_json_schema_of_all_that_json_can_say(kind: type[Frozen]) -> None:
+    schema = kind.model_json_schema()
+    functions = {"logits_processors"}
+    assert schema["properties"].keys() == kind.model_fields.keys() - functions
+    assert schema["additionalProperties"] is False
+
+
 def test_a_copy_makes_of_its_values_what_the_constructor_makes() -> None:
     params = SamplingParams(max_tokens=5, stop="a", logits_processors=lambda ids, logits: logits)
     copy = params.model_copy(update={"stop": "END", "logit_bias": {"7": 1.0}})
