@@ -9,25 +9,26 @@ from typing import TYPE_CHECKING, Literal
 
 import anyio
 
-from motet.config import EngineConfig
 from motet.errors import EngineClosed, InvalidRequest, MotetError
 from motet.params import SamplingParams, TenantPolicy
 from motet.sdk.arguments import check_flag, check_name, check_seconds
-from motet.sdk.batch import run_batch
-from motet.sdk.conversation import Message, Tool, as_chat
-from motet.sdk.hooks import AdmittedRequest, FinishedRequest, make_listeners
 from motet.sdk.life import Life
 from motet.sdk.loops import wait_for
-from motet.sdk.outputs import Completion
-from motet.sdk.stream import TokenStream
 
-if TYPE_CHECKING:  # torch is behind these, or they are not needed before an engine starts
+if (
+    TYPE_CHECKING
+):  # torch is behind these, or they are not needed before an engine is made, starts or is asked
+    from motet.config import EngineConfig
     from motet.lora.generation import AdapterInfo
     from motet.runtime.build import Runtime
     from motet.runtime.model_info import ModelInfo
     from motet.runtime.statistics import EngineStats
+    from motet.sdk.conversation import Message, Tool
+    from motet.sdk.hooks import AdmittedRequest, FinishedRequest
     from motet.sdk.metrics import ASGIApp, CollectorRegistry
+    from motet.sdk.outputs import Completion
     from motet.sdk.session import Session
+    from motet.sdk.stream import TokenStream
     from motet.sdk.tracing import TracerProvider
 
 
@@ -66,6 +67,9 @@ class AsyncEngine:
         on_finish: Callable[[FinishedRequest], object] | None = None,
         tracing: bool | TracerProvider = False,
     ) -> None:
+        from motet.config import EngineConfig
+        from motet.sdk.hooks import make_listeners
+
         self._config = config or EngineConfig()
         self._registry = registry
         listeners = make_listeners(model, on_admit, on_finish, tracing)
@@ -159,6 +163,8 @@ class AsyncEngine:
         template itself refuses or fails at is raised by the first `__anext__` (InvalidRequest, RequestFailed).
         """
         session, runtime = self._running()
+        from motet.sdk.conversation import as_chat
+
         conversation = as_chat(messages, tools)
         if runtime.chat_template is None:
             raise InvalidRequest(
@@ -221,6 +227,8 @@ class AsyncEngine:
         and EngineDead at the call, but later in the places of what is left.
         """
         self._running()
+        from motet.sdk.batch import run_batch
+
         return await run_batch(
             self.stream,
             self._config,

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import anyio.to_thread
 
-from motet.config import EngineConfig
 from motet.errors import EngineClosed
 from motet.sdk.loops import wait_for
 
 if TYPE_CHECKING:
+    from motet.config import EngineConfig
     from motet.sdk.hooks import Listeners
     from motet.sdk.metrics import CollectorRegistry, EngineCollector
     from motet.sdk.session import Session
