@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from motet.config import EngineConfig
-from motet.errors import EngineClosed, InvalidRequest, MotetError
+from motet.errors import EngineClosed, MotetError
 from motet.params import SamplingParams, TenantPolicy
 from motet.sdk.conversation import Message, Tool
 from motet.sdk.engine import AsyncEngine
@@ -77,14 +77,10 @@ class Engine:
             raise
 
     def close(self, *, drain: float | None = 0.0) -> None:
-        """As `AsyncEngine.aclose`. A hook must leave it to another thread: InvalidRequest."""
+        """As `AsyncEngine.aclose`."""
         loop = self._loop
         if loop is None or not loop.is_here:
             return
-        if self._engine._life.is_hook_calling:
-            raise InvalidRequest(
-                "a hook cannot close its engine, which waits until the hook returns: have another thread do it"
-            )
         loop.call(partial(self._engine.aclose, drain=drain))
         self._end(loop)
 

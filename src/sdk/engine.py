@@ -91,6 +91,7 @@ class AsyncEngine:
         """Refuses new requests at once, gives live ones `drain` seconds to end (None: without limit), and closes.
 
         What is left then raises EngineClosed; the hooks have been told of every end, and the metrics are gone.
+        A hook may close the engine: that waits for no hooks, which are told of the last ends when this one returns.
         Cancelled, it stops draining. Does nothing on a closed engine.
         """
         if drain is not None:

@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import iscoroutinefunction
@@ -27,6 +28,9 @@ logger = logging.getLogger("motet")
 
 EXIT_PATIENCE = 10.0
 """Seconds that the end of the interpreter waits for hooks that are still to be called."""
+
+_on_behalf_of: ContextVar[object] = ContextVar("motet_hook", default=None)
+"""The call of a listener that is under way. What it has event loops do runs in a copy of its context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +118,13 @@ class HookThread:
         self._engine = engine
         self._listeners = listeners
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._under_way: object = None
         self._thread = threading.Thread(target=self._run, name="motet-hooks", daemon=True)
 
     @property
-    def is_this_thread(self) -> bool:
-        """Whether a listener asks."""
-        return threading.current_thread() is self._thread
+    def waits_for_caller(self) -> bool:
+        """Whether a listener that has not returned yet asks, here or through an event loop elsewhere."""
+        return self._under_way is not None and self._under_way is _on_behalf_of.get()
 
     def start(self) -> None:
         atexit.register(self._close_at_exit)
@@ -154,10 +159,13 @@ class HookThread:
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
+            self._under_way = call
+            _on_behalf_of.set(call)
             try:
                 call()
             except BaseException:  # an application's SystemExit, too, ends nothing here
                 logger.exception("a request hook failed")
+            self._under_way = None
         atexit.unregister(self._close_at_exit)
         self.ended.set_result(None)
 

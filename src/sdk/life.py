@@ -49,12 +49,6 @@ class Life:
             raise EngineClosed("the engine runs in the process that this one was forked from: start one here")
         return session
 
-    @property
-    def is_hook_calling(self) -> bool:
-        """Whether this is the thread of its hooks, for which a close waits."""
-        session = self.session
-        return session is not None and session.hooks is not None and session.hooks.is_this_thread
-
     async def start(self) -> None:
         """As `AsyncEngine.start`."""
         serving = self.session
@@ -95,7 +89,7 @@ class Life:
         try:
             await wait_for(session.thread.ended)
             session.withdraw()
-            if session.hooks is not None:
+            if session.hooks is not None and not session.hooks.waits_for_caller:
                 await wait_for(session.hooks.ended)
         except BaseException:
             session.thread.stop()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -283,17 +284,94 @@ async def test_a_hook_may_speak_to_the_event_loop_that_closes_the_engine(
     assert heard == list("012")
 
 
-def test_a_hook_that_closes_its_engine_is_refused_rather_than_wait_for_itself(tiny_folder: Path):
-    refused: list[str] = []
+def test_a_hook_may_close_its_blocking_engine(tiny_folder: Path):
+    told: list[str] = []
+    closed, told_both = threading.Event(), threading.Event()
 
     def close(request: FinishedRequest) -> None:
-        with pytest.raises(InvalidRequest) as error:
+        told.append(request.finish_reason)
+        if len(told) == 1:
             engine.close()
-        refused.append(str(error.value))
+            closed.set()
+        else:
+            told_both.set()
 
-    with Engine(tiny_folder, CONFIG, on_finish=close) as engine:
-        engine.generate([5], SHORT)
-    assert len(refused) == 1 and "another thread" in refused[0]
+    engine = Engine(tiny_folder, CONFIG, on_finish=close)
+    engine.start()
+    long = engine.stream([5], LONG)
+    engine.generate([6], SHORT)
+    assert closed.wait(20), "it waits for itself"
+    with pytest.raises(EngineClosed):
+        long.result()
+    with pytest.raises(EngineClosed):
+        engine.stats()
+    assert told_both.wait(20) and told == ["length", "abort"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("where", ["a loop of its own", "the application's loop", "a task on that loop"])
+async def test_a_hook_may_close_its_engine(where: str, tiny_folder: Path, anyio_backend: str):
+    """By any way from a thread to an event loop; the hooks are told of what that close ends, too."""
+    told: list[str] = []
+    closed = threading.Event()
+    token = anyio.lowlevel.current_token()
+
+    async def close() -> None:
+        await engine.aclose()
+        closed.set()
+
+    def on_finish(request: FinishedRequest) -> None:
+        told.append(request.finish_reason)
+        if len(told) == 1:
+            if where == "a loop of its own":
+                anyio.run(close, backend=anyio_backend)
+            elif where == "the application's loop":
+                anyio.from_thread.run(close, token=token)
+            else:
+                anyio.from_thread.run_sync(group.start_soon, close, token=token)
+
+    engine = AsyncEngine(tiny_folder, CONFIG, on_finish=on_finish)
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as group:
+            await engine.start()
+            long = engine.stream([5], LONG)
+            await engine.generate([6], SHORT)
+            with pytest.raises(EngineClosed):
+                await long.result()
+            await until(closed.is_set)
+        with pytest.raises(EngineClosed):
+            engine.stats()
+        await until(lambda: told == ["length", "abort"])
+
+
+@pytest.mark.anyio
+async def test_a_close_that_a_hook_began_waits_for_hooks_once_that_has_returned(tiny_folder: Path):
+    told: list[str] = []
+    token = anyio.lowlevel.current_token()
+    go = anyio.Event()
+
+    async def close_later() -> None:
+        await go.wait()
+        await engine.aclose()
+        assert told == ["length", "abort"]
+
+    def on_finish(request: FinishedRequest) -> None:
+        if not told:
+            anyio.from_thread.run_sync(group.start_soon, close_later, token=token)
+        else:
+            time.sleep(0.2)
+        told.append(request.finish_reason)
+
+    engine = AsyncEngine(tiny_folder, CONFIG, on_finish=on_finish)
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as group:
+            await engine.start()
+            long = engine.stream([5], LONG)
+            await engine.generate([6], SHORT)
+            await until(lambda: told == ["length"])
+            go.set()
+            with pytest.raises(EngineClosed):
+                await long.result()
 
 
 def test_an_interpreter_that_ends_with_the_engine_open_still_tells_the_ends(tiny_folder: Path):
