@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
+from pydantic.json_schema import SkipJsonSchema
 
 from motet.frozen import Frozen
 from motet.params import NonEmptyStr
@@ -68,7 +69,7 @@ class EngineConfig(Frozen):
     """The folder that adapters are loaded from: sources are relative to it and may not leave it, by `..`, as
     absolute paths or through symbolic links. None: the application's paths are trusted."""
 
-    adapter_resolver: Callable[[str], str | PathLike[str] | None] | None = None
+    adapter_resolver: SkipJsonSchema[Callable[[str], str | PathLike[str] | None] | None] = None
     """Finds the PEFT folder of an adapter that is not loaded when a request names it. Called on a thread of its
     own, once for all that ask for the same name meanwhile; it may take its time. None as its answer is
     `AdapterNotFound`, an exception `AdapterLoadError`, raised by the first `__anext__`."""

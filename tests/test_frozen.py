@@ -32,10 +32,10 @@ def test_a_copy_with_a_value_that_the_constructor_refuses_is_refused(
         settings.model_copy(update=update)
 
 
-@pytest.mark.parametrize("kind", [SamplingParams, TenantPolicy])
+@pytest.mark.parametrize("kind", [SamplingParams, TenantPolicy, EngineConfig])
 def test_web_services_get_a_json_schema_of_all_that_json_can_say(kind: type[Frozen]) -> None:
     schema = kind.model_json_schema()
-    functions = {"logits_processors"}
+    functions = {"logits_processors", "adapter_resolver"}
     assert schema["properties"].keys() == kind.model_fields.keys() - functions
     assert schema["additionalProperties"] is False
 

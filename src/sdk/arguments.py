@@ -60,6 +60,18 @@ def check_seconds(value: object, what: str, *, least: float) -> None:
         raise InvalidRequest(f"{what} must be a number of seconds, at least {least:g}, not {value!r}")
 
 
+def check_registry(value: object) -> None:
+    """Raises InvalidRequest unless the value is a registry of prometheus-client's, or None."""
+    if value is None:
+        return
+    from prometheus_client import CollectorRegistry  # whoever has a registry has it loaded
+
+    if not isinstance(value, CollectorRegistry):
+        raise InvalidRequest(
+            f"registry must be a prometheus_client.CollectorRegistry, not {type(value).__name__}"
+        )
+
+
 def check_arguments(
     params: object,
     adapter: object,

@@ -11,7 +11,7 @@ import anyio
 
 from motet.errors import EngineClosed, InvalidRequest, MotetError
 from motet.params import SamplingParams, TenantPolicy
-from motet.sdk.arguments import check_flag, check_name, check_seconds
+from motet.sdk.arguments import check_flag, check_name, check_registry, check_seconds
 from motet.sdk.life import Life
 from motet.sdk.loops import wait_for
 
@@ -71,6 +71,7 @@ class AsyncEngine:
         from motet.sdk.hooks import make_listeners
 
         self._config = config or EngineConfig()
+        check_registry(registry)
         self._registry = registry
         listeners = make_listeners(model, on_admit, on_finish, tracing)
         self._life = Life(model, self._config, registry, listeners)

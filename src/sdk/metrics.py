@@ -82,13 +82,9 @@ _collectors_lock = threading.Lock()
 def collector_of(registry: CollectorRegistry | None) -> EngineCollector:
     """The one collector of a registry (None: of prometheus-client's own), made when first asked for.
 
-    Raises InvalidRequest if it is no registry, or has metrics of the same names from elsewhere.
+    Raises InvalidRequest if the registry has metrics of the same names from elsewhere.
     """
     registry = REGISTRY if registry is None else registry
-    if not isinstance(registry, CollectorRegistry):
-        raise InvalidRequest(
-            f"registry must be a prometheus_client.CollectorRegistry, not {type(registry).__name__}"
-        )
     with _collectors_lock:
         collector = _collectors.get(registry)
         if collector is None:

@@ -314,7 +314,7 @@ async def test_without_a_registry_the_series_stand_in_prometheus_own(
 @pytest.mark.anyio
 async def test_what_cannot_be_a_registry_is_an_error(tiny_folder: Path, registry: CollectorRegistry):
     with pytest.raises(InvalidRequest, match="CollectorRegistry, not str"):
-        await AsyncEngine(tiny_folder, registry="default").start()
+        AsyncEngine(tiny_folder, registry="default")
     Counter("motet_output_tokens", "the application's own", registry=registry)
     with pytest.raises(InvalidRequest, match="motet_output_tokens"):
         await AsyncEngine(tiny_folder, registry=registry).start()
