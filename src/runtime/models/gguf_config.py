@@ -114,15 +114,16 @@ def hf_config(
 
 
 def _check_architecture(metadata: Mapping[str, Any]) -> str:
+    if (count := metadata.get("split.count", 1)) > 1:  # first: only the first file knows the architecture
+        raise UnsupportedModel(
+            f"one of {count} files that a model is split into, where one whole file is expected; merge them with "
+            "llama.cpp's `llama-gguf-split --merge FIRST.gguf WHOLE.gguf` and pass the path of WHOLE.gguf"
+        )
     architecture, kind = metadata.get("general.architecture"), metadata.get("general.type", "model")
     if not isinstance(architecture, str) or architecture not in GGUF_ARCHITECTURES or kind != "model":
         raise UnsupportedModel(
             f"a GGUF {kind} of architecture {architecture!r}; "
             f"supported are models of {', '.join(GGUF_ARCHITECTURES)}"
-        )
-    if metadata.get("split.count", 1) > 1:
-        raise UnsupportedModel(
-            "the model is split over several files; merge them: gguf-split --merge FIRST.gguf OUT.gguf"
         )
     return architecture
 

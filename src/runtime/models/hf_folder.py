@@ -23,6 +23,7 @@ class HFFolder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        _check_is_not_gguf(path)
         if not (path / "config.json").is_file():
             raise ModelNotFound(
                 "the folder has no config.json; a Hugging Face model folder or a .gguf file is expected"
@@ -36,6 +37,15 @@ class HFFolder:
 
     def chat_template(self) -> ChatTemplate | None:
         return ChatTemplate.from_folder(self._path, _read_optional(self._path / "tokenizer_config.json"))
+
+
+def _check_is_not_gguf(path: Path) -> None:
+    found = sorted(file.name for file in path.glob("*.gguf"))
+    if found and not any(path.glob("*.safetensors")):
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise UnsupportedModel(
+            f"the folder has no safetensors, but GGUF files ({found[0]}{more}): pass the path of one instead"
+        )
 
 
 def _open_shards(path: Path) -> Iterator[tuple[str, StoredTensor]]:

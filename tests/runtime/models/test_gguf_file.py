@@ -270,6 +270,23 @@ def test_a_hyperparameter_that_is_not_computed_is_refused_by_name(
         load_model(write(tmp_path, metadata=metadata), float32_ops())
 
 
+def test_each_file_of_a_split_model_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama", split_max_tensors=1)
+    for name in ("token_embd.weight", "output_norm.weight"):
+        writer.add_tensor(name, np.zeros(32, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    paths = sorted(tmp_path.glob("*-of-00002.gguf"))
+    assert len(paths) == 2
+    for path in paths:
+        with pytest.raises(
+            UnsupportedModel, match=rf"{path.name}: one of 2 files .*llama-gguf-split --merge"
+        ):
+            load_model(path, float32_ops())
+
+
 def test_hyperparameters_that_change_nothing_are_accepted(tmp_path: Path) -> None:
     neutral = {
         "llama.expert_count": 0,

@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import constants
 from tiny_models import float32_ops, make_hf_model, save_folder
 
-from motet.errors import CorruptCheckpoint, ModelNotFound
+from motet.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
 from motet.runtime.models.hub import is_hub_id
 from motet.runtime.models.loader import find_model, load_model
 
@@ -86,6 +86,7 @@ def test_only_the_files_that_are_read_are_fetched(monkeypatch: pytest.MonkeyPatc
 
     def snapshot_download(repo_id: str, **options: Any) -> str:
         asked.update(options, repo_id=repo_id)
+        (tmp_path / "model.safetensors").touch()
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
@@ -106,6 +107,46 @@ def test_only_the_files_that_are_read_are_fetched(monkeypatch: pytest.MonkeyPatc
         "README.md",
     ]
     assert [name for name in wanted + others if fetched(name)] == wanted
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            ["README.md", "config.json", "tiny-Q4_0.gguf", "tiny-Q8_0.gguf"],
+            r"'acme/tiny' on the hub has no safetensors, but GGUF files \(tiny-Q4_0\.gguf, tiny-Q8_0\.gguf\)"
+            r".*`hf download acme/tiny FILE\.gguf`, and pass the path that this prints instead of the id$",
+        ),
+        (
+            [f"BF16/tiny-0000{i}-of-00003.gguf" for i in (1, 2, 3)],
+            r"BF16/tiny-00001-of-00003\.gguf, .*must be merged first, by llama-gguf-split$",
+        ),
+        ([f"{i:02}.gguf" for i in range(30)], r"08\.gguf, 09\.gguf and 20 more\)"),
+    ],
+    ids=["whole", "split", "many"],
+)
+def test_a_repository_of_gguf_files_is_refused_with_their_names_and_what_to_do(
+    names: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def snapshot_download(repo_id: str, **options: Any) -> str:
+        for name in names:
+            if any(fnmatch(name, pattern) for pattern in options["allow_patterns"]):
+                (tmp_path / name).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo_id: names)
+    with pytest.raises(UnsupportedModel, match=message):
+        find_model("acme/tiny")
+
+
+def test_offline_a_cached_gguf_file_is_named(cache: Path) -> None:
+    snapshot = save_snapshot(cache, "acme/tiny")
+    for file in snapshot.iterdir():
+        file.unlink()
+    (snapshot / "tiny-Q8_0.gguf").touch()
+    with pytest.raises(UnsupportedModel, match=r"GGUF files \(tiny-Q8_0\.gguf\)"):
+        find_model("acme/tiny")
 
 
 @pytest.mark.parametrize("name", ["acme/tiny", "HuggingFaceTB/SmolLM2-135M-Instruct", "a/b_c.d-e"])

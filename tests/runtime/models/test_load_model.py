@@ -216,6 +216,19 @@ def test_pickled_weights_are_never_opened_and_the_message_says_how_to_convert(fo
         load(folder)
 
 
+@pytest.mark.parametrize("config", [True, False], ids=["with_config", "without"])
+def test_a_folder_of_gguf_files_is_told_that_one_is_to_be_named(folder: Path, config: bool) -> None:
+    (folder / "model.safetensors").unlink()
+    if not config:
+        (folder / "config.json").unlink()
+    for name in ("a-Q4_0.gguf", "b-Q8_0.gguf"):
+        (folder / name).touch()
+    with pytest.raises(
+        UnsupportedModel, match=r"GGUF files \(a-Q4_0\.gguf and 1 more\): pass the path of one"
+    ):
+        load(folder)
+
+
 def test_no_weights_at_all_are_missed(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(CorruptCheckpoint, match=r"neither model\.safetensors nor"):
