@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from motet import (
+    AdapterNotFound,
     AsyncEngine,
     Completion,
     EngineConfig,
@@ -32,19 +35,33 @@ QUEUED_SHARE = 0.25
 OWN_FIELDS = ("id", "prompt", "messages", "tools", "adapter", "tenant")
 """Of a line; all others are SamplingParams'."""
 
+MOST_NUMBERS = 10
+"""Of failed lines that the last message lists."""
+
 Key = tuple[str, str]
 """What names a line's result: its id, or its number where it has none that serves."""
 
 
-def run(source: Path, target: Path, model: str, adapters: Mapping[str, Path], config: EngineConfig) -> bool:
+def run(
+    source: Path,
+    target: Path,
+    model: str,
+    adapters: Mapping[str, Path],
+    config: EngineConfig,
+    *,
+    retry_failed: bool = False,
+) -> bool:
     """Appends a result to `target` for each line of `source` that has none yet. Whether all results are good.
 
+    retry_failed: errors that `target` holds are taken out first, so that their lines have no result yet.
     Raises InvalidRequest for files that cannot be those of a batch, OSError for those that cannot be read or written.
     """
     if target.exists() and not target.is_file():
         raise InvalidRequest(f"{target} is no regular file: results are read again when a batch goes on")
     if target.exists() and source.samefile(target):
         raise InvalidRequest(f"{target} is the file of requests, too: name another one for the results")
+    if retry_failed and target.exists():
+        _take_out_errors(target.resolve())  # not a link to it: that would be replaced
     with target.open("a+b") as out, source.open("rb") as lines:
         _claim(out)
         results = Results(out)
@@ -56,9 +73,36 @@ def run(source: Path, target: Path, model: str, adapters: Mapping[str, Path], co
         first = next(work, None)  # a finished batch needs no model
         if first is not None:
             anyio.run(_answer_all, results, _chain(first, work), total, model, adapters, config)
-    console = Console(stderr=True)
+    console = Console(stderr=True, soft_wrap=True)
     console.print(f"{results.num_good} answered, {results.num_failed} failed: {target}", markup=False)
+    if results.failed_lines:
+        numbers = ", ".join(map(str, sorted(results.failed_lines)[:MOST_NUMBERS]))
+        others = len(results.failed_lines) - MOST_NUMBERS
+        listed = numbers if others <= 0 else f"{numbers} and {others} more"
+        console.print(f"failed lines: {listed}; --retry-failed asks them again", markup=False)
     return results.num_failed == 0
+
+
+def _take_out_errors(target: Path) -> None:
+    """Replaces the file of results by one with the good ones, at a stroke: killed at any moment, it is one of the two.
+
+    Raises as `Results`.
+    """
+    beside = target.with_name(f".{target.name}.retry")
+    with target.open("r+b") as old:
+        _claim(old)  # until the end: what another process appended meanwhile would be lost
+        try:
+            with beside.open("wb") as new:
+                for line, _, failed in _whole_results(old):
+                    if not failed:
+                        new.write(line)
+                new.flush()
+                os.fsync(new.fileno())  # it replaces what may have been safe on the disk for days
+            shutil.copymode(target, beside)
+            os.replace(beside, target)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
 
 
 def _claim(out: BinaryIO) -> None:
@@ -69,6 +113,8 @@ def _claim(out: BinaryIO) -> None:
         return
     try:
         fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(out.fileno()), os.stat(out.name)):  # replaced since it was opened
+            raise BlockingIOError
     except BlockingIOError:
         raise InvalidRequest(
             f"another `motet batch` writes {out.name}: wait for it, or name another file"
@@ -83,29 +129,24 @@ class Results:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._done: set[Key] = set()
-        self.num_good = self.num_failed = 0
+        self._good: set[Key] = set()
+        self._failed: set[Key] = set()
+        self.failed_lines: list[int] = []
+        """Numbers of the lines with an error that `missing` and `add` have seen."""
         file.seek(0)
         whole = 0
-        for number, line in enumerate(file, 1):
-            is_whole = line.endswith(b"\n")
-            try:
-                result = _read_result(line)
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                if not is_whole and isinstance(error, ValueError) and _begins_a_result(line):
-                    break
-                raise InvalidRequest(
-                    f"line {number} of {file.name} is no result of `motet batch`: name another file, or move it away"
-                ) from error
-            if is_whole:
-                self._count(*result)
-                whole += len(line)
+        for line, key, failed in _whole_results(file):
+            (self._failed if failed else self._good).add(key)
+            whole += len(line)
         file.truncate(whole)
 
-    def _count(self, key: Key, failed: bool) -> None:
-        self._done.add(key)
-        self.num_failed += failed
-        self.num_good += not failed
+    @property
+    def num_good(self) -> int:
+        return len(self._good)
+
+    @property
+    def num_failed(self) -> int:
+        return len(self._failed)
 
     @property
     def num_done(self) -> int:
@@ -126,7 +167,9 @@ class Results:
                     key = own
                 else:
                     content = f"the id {own[1]} is that of an earlier line"
-            if key not in self._done:
+            if key in self._failed:
+                self.failed_lines.append(number)
+            elif key not in self._good:
                 yield number, key, content
 
     def add(self, key: Key, number: int, result: Mapping[str, Any]) -> None:
@@ -135,7 +178,30 @@ class Results:
         line = json.dumps({**named, **result}, ensure_ascii=False) + "\n"
         self._file.write(line.encode("utf-8", "backslashreplace"))  # a lone surrogate, as JSON spells it
         self._file.flush()
-        self._count(key, "error" in result)
+        if "error" in result:
+            self._failed.add(key)
+            self.failed_lines.append(number)
+        else:
+            self._good.add(key)
+
+
+def _whole_results(file: BinaryIO) -> Iterator[tuple[bytes, Key, bool]]:
+    """(line, key, whether it is an error) of each result but a last one that is torn.
+
+    Raises InvalidRequest at a line that is no result.
+    """
+    for number, line in enumerate(file, 1):
+        is_whole = line.endswith(b"\n")
+        try:
+            result = _read_result(line)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            if not is_whole and isinstance(error, ValueError) and _begins_a_result(line):
+                return
+            raise InvalidRequest(
+                f"line {number} of {file.name} is no result of `motet batch`: name another file, or move it away"
+            ) from error
+        if is_whole:
+            yield line, *result
 
 
 def _read_result(line: bytes) -> tuple[Key, bool]:
@@ -259,8 +325,15 @@ async def _answer(engine: AsyncEngine, content: dict[str, Any] | str) -> dict[st
         if "prompt" in own
         else partial(engine.chat, own["messages"], params, tools=own.get("tools"), **to_whom)
     )
-    async with start() as stream:
-        return _as_json(await stream.result(), params)
+    try:
+        async with start() as stream:
+            return _as_json(await stream.result(), params)
+    except AdapterNotFound as error:  # whose advice is a programmer's
+        loaded = ", ".join(repr(adapter.name) for adapter in engine.adapters()) or "none"
+        message = (
+            f"no adapter {own['adapter']!r} is loaded: give it by --adapter NAME=PATH (loaded: {loaded})"
+        )
+        raise AdapterNotFound(message) from error
 
 
 def _as_json(completion: Completion, params: SamplingParams) -> dict[str, Any]:

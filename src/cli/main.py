@@ -51,6 +51,9 @@ def batch(
     target: Annotated[Path, typer.Argument(metavar="OUT.jsonl", dir_okay=False)],
     model: Annotated[str, typer.Option(help=MODELS)],
     adapters: Adapters = [],  # noqa: B006
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Also asks again what an earlier run has failed at.")
+    ] = False,
     settings: Settings = [],  # noqa: B006
 ) -> None:
     """Answers every line of a file; started again after a crash, it goes on where it was.
@@ -58,12 +61,15 @@ def batch(
     A line in is a JSON object: `id` and `prompt` (text or token ids) or `messages`; optional `adapter`, `tenant`,
     `tools` and any field of SamplingParams. A line out: `id`, `text`, `token_ids`, `finish_reason`, `usage` (with
     n > 1: `outputs`; log-probabilities where asked for), or `error`. Lines come in the order in which they are
-    done. A bad line is reported by number and stops nothing. Exits with 1 if some lines have failed.
+    done. A bad line is reported by number and stops nothing; its error is its result, also when the command is run
+    again, unless with --retry-failed. Exits with 1 if some lines have failed.
     """
     from motet.cli.batch import run
 
     with shown_errors():
-        all_well = run(source, target, model, as_adapters(adapters), as_config(settings))
+        all_well = run(
+            source, target, model, as_adapters(adapters), as_config(settings), retry_failed=retry_failed
+        )
     raise typer.Exit(0 if all_well else 1)
 
 

@@ -11,8 +11,9 @@ MOST_NAMES = 20
 
 
 def not_found(name: str, loaded: Iterable[str]) -> AdapterNotFound:
-    names = ", ".join(map(repr, sorted(loaded))) or "nothing"
-    return AdapterNotFound(f"no adapter {name!r} is loaded, only {names}; load it with `load_adapter`")
+    names = ", ".join(map(repr, sorted(loaded)))
+    others = f"only {names}" if names else "nor any other"
+    return AdapterNotFound(f"no adapter {name!r} is loaded, {others}; load it with `load_adapter`")
 
 
 def exists(name: str) -> AdapterExists:

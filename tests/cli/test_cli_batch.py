@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from motet import InvalidRequest
+from motet.cli import batch as cli_batch
 from motet.cli.main import app
 from motet.runtime.engine_loop import EngineLoop
 
@@ -94,8 +96,10 @@ def test_a_bad_line_is_reported_by_number_and_stops_nothing(tiny_folder, tmp_pat
     assert "temprature" in failed["unknown"]
     for number in (2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13):
         assert f"line {number}: " in done.output
+    assert "failed lines: 2, 3, 4, 5, 6, 7, 8, 9, 11, 12 and 1 more; --retry-failed" in done.output
     again = batch(source, tmp_path / "out.jsonl", tiny_folder)
     assert again.exit_code == 1
+    assert again.output == done.output[done.output.index("2 answered, 11 failed: ") :]
     assert read_lines(tmp_path / "out.jsonl") == results
 
 
@@ -167,6 +171,89 @@ def test_requests_may_come_from_a_pipe(tiny_folder, tmp_path):
     assert batch(source, tmp_path / "out.jsonl", tiny_folder).exit_code == 0
     writer.join()
     assert sorted(r["id"] for r in read_lines(tmp_path / "out.jsonl")) == [0, 1, 2]
+
+
+def test_an_adapter_that_was_not_given_is_advised_as_an_option(tiny_folder, adapters, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", request("a", adapter="shop"))
+    for more, loaded in ([], "none"), (["--adapter", f"r8={adapters['r8']}", "--retry-failed"], "'r8'"):
+        assert batch(source, tmp_path / "out.jsonl", tiny_folder, *more).exit_code == 1
+        [result] = read_lines(tmp_path / "out.jsonl")
+        advice = f"no adapter 'shop' is loaded: give it by --adapter NAME=PATH (loaded: {loaded})"
+        assert result["error"] == {"type": "AdapterNotFound", "message": advice}
+
+
+def fail_two(tiny_folder: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """(requests, results): of four lines, 2 and 3 have failed; what would answer them is changed since."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_lines(source, request("a"), "{torn", request("c", max_tokens=-1), request("d"))
+    assert batch(source, target, tiny_folder).exit_code == 1
+    write_lines(source, request("a"), request("b"), request("c"), request("d"))
+    return source, target
+
+
+def test_failed_lines_are_asked_again_only_on_demand_and_have_one_result_each(tiny_folder, tmp_path):
+    source, target = fail_two(tiny_folder, tmp_path)
+    good = [r for r in read_lines(target) if "error" not in r]
+    target.chmod(0o640)
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(target)
+    done = batch(source, link, tiny_folder, "--retry-failed")
+    assert done.exit_code == 0, done.output
+    assert "4 answered, 0 failed" in done.output and "failed lines" not in done.output
+    results = read_lines(target)
+    assert results[:2] == good
+    assert sorted(r["id"] for r in results[2:]) == ["b", "c"]
+    assert all("error" not in r for r in results)
+    assert link.is_symlink() and target.stat().st_mode & 0o777 == 0o640
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl", "link.jsonl"}
+    before = target.read_bytes()
+    assert batch(source, target, tmp_path / "no model is needed", "--retry-failed").exit_code == 0
+    assert target.read_bytes() == before
+
+
+def test_a_retry_refuses_what_a_batch_refuses_and_may_be_the_first_run(tiny_folder, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", request("a"))
+    target = tmp_path / "out.jsonl"
+    target.write_text('{"id": 1, "error": {}}\n{"name": "a diary"}\n')
+    before = target.read_bytes()
+    done = batch(source, target, tiny_folder, "--retry-failed")
+    assert done.exit_code == 1 and "line 2 of" in done.output
+    assert target.read_bytes() == before
+    assert not (tmp_path / ".out.jsonl.retry").exists()
+    assert batch(source, tmp_path / "new.jsonl", tiny_folder, "--retry-failed").exit_code == 0
+
+
+@pytest.mark.skipif(os.name != "posix", reason="flock")
+def test_who_opened_the_results_before_a_retry_replaced_them_is_refused(tiny_folder, tmp_path, monkeypatch):
+    source, target = fail_two(tiny_folder, tmp_path)
+    with target.open("a+b") as early:
+        assert batch(source, target, tiny_folder, "--retry-failed").exit_code == 0
+        with pytest.raises(InvalidRequest, match="another `motet batch`"):
+            cli_batch._claim(early)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
+@pytest.mark.parametrize(
+    ("moment", "num_left"),
+    [("os.fsync", 4), ("os.replace", 4), ("anyio.run", 2)],
+    ids=["file half written", "file written", "file replaced"],
+)
+def test_a_retry_killed_at_any_moment_loses_no_answer(tiny_folder, tmp_path, moment, num_left):
+    source, target = fail_two(tiny_folder, tmp_path)
+    good = [r for r in read_lines(target) if "error" not in r]
+    program = (
+        f"import anyio, os, signal; {moment} = lambda *_: os.kill(os.getpid(), signal.SIGKILL); "
+        "from motet.cli import main; main()"
+    )
+    command = ["batch", str(source), str(target), "--model", str(tiny_folder), "--retry-failed"]
+    done = subprocess.run([sys.executable, "-c", program, *command], check=False)
+    assert done.returncode == -signal.SIGKILL
+    left = read_lines(target)
+    assert len(left) == num_left
+    assert [r for r in left if "error" not in r] == good
+    assert batch(source, target, tiny_folder, "--retry-failed").exit_code == 0
+    assert sorted(r["id"] for r in read_lines(target)) == ["a", "b", "c", "d"]
+    assert not (tmp_path / ".out.jsonl.retry").exists()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="the limit of a file's size")

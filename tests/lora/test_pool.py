@@ -60,7 +60,9 @@ def test_a_taken_name_is_refused_unless_it_is_to_be_replaced() -> None:
 def test_an_unknown_name_is_answered_with_those_that_are_loaded() -> None:
     disk = Disk()
     for call in (disk.pool.acquire, disk.pool.remove):
-        with pytest.raises(AdapterNotFound, match="'acme' is loaded, only nothing"):
+        with pytest.raises(
+            AdapterNotFound, match="'acme' is loaded, nor any other; load it with `load_adapter`"
+        ):
             call("acme")
     disk.load("abba", small())
     with pytest.raises(AdapterNotFound, match="only 'abba'"):
