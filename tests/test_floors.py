@@ -118,7 +118,9 @@ def breaches(name: str, source: str) -> list[str]:
             beside_the_face = floor == FLOORS["cli"] and floor_of(module) < floor
             allowed = not (above or beside_the_face)
         elif floor == 0:
-            allowed = top == "pydantic" or (top in sys.stdlib_module_names and top not in LOWEST_FLOOR)
+            allowed = top in ("pydantic", "pydantic_core") or (
+                top in sys.stdlib_module_names and top not in LOWEST_FLOOR
+            )
         elif name in BOOKKEEPING and top == "torch":
             allowed = for_types
         else:

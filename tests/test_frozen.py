@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -30,6 +31,41 @@ def test_a_copy_with_a_value_that_the_constructor_refuses_is_refused(
 ) -> None:
     with pytest.raises(ValidationError):
         settings.model_copy(update=update)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "hint"),
+    [
+        (EngineConfig, {"max_seqs": 1}, "did you mean `max_num_seqs`?"),
+        (SamplingParams, {"max_token": 5}, "did you mean `max_tokens`?"),
+        (TenantPolicy, {"xyzzy {n}": 5}, "there is no such setting"),
+    ],
+)
+def test_an_unknown_setting_is_answered_with_the_nearest_one(
+    kind: type[Frozen], given: dict[str, Any], hint: str
+) -> None:
+    makers = [
+        lambda: kind(**given),
+        lambda: kind.model_validate(given),
+        lambda: kind.model_validate_json(json.dumps(given)),
+        lambda: kind().model_copy(update=given),
+    ]
+    for make in makers:
+        with pytest.raises(ValidationError) as raised:
+            make()
+        [error] = raised.value.errors()
+        assert (error["type"], {error["loc"][0]: error["input"]}) == ("extra_forbidden", given)
+        assert error["msg"] == f"Extra inputs are not permitted; {hint}"
+
+
+def test_a_suggestion_hides_no_other_mistake() -> None:
+    with pytest.raises(ValidationError) as raised:
+        SamplingParams(max_token=5, temperature=-1, stop=("",), logit_bias={"a": 1.0})
+    plain = {error["loc"]: error for error in raised.value.errors()}
+    assert plain.keys() == {("max_token",), ("temperature",), ("stop", 0), ("logit_bias", "a", "[key]")}
+    assert plain["temperature",]["ctx"] == {"ge": 0.0}
+    with pytest.raises(ValidationError, match=r"min_tokens \(6\) is above max_tokens \(5\)"):
+        SamplingParams(max_tokens=5, min_tokens=6)
 
 
 @pytest.mark.parametrize("kind", [SamplingParams, TenantPolicy, EngineConfig])
