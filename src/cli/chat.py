@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from pydantic import ValidationError
 from rich.console import Console
 
@@ -21,6 +23,8 @@ def run(
     temperature: float | None,
 ) -> None:
     """Reads lines until the end of the input. Raises InvalidRequest, and what the engine raises at its start."""
+    if sys.stdin is None:  # closed by whoever started this
+        raise InvalidRequest("the standard input is closed: there is nobody to chat with")
     console = Console(highlight=False)
     try:
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
@@ -42,11 +46,13 @@ def run(
 
 
 def _ask(console: Console) -> str | None:
-    """None at the end of the input."""
+    """None at the end of the input. Only a person at a terminal is prompted."""
+    at_terminal = sys.stdin.isatty()
     try:
-        return console.input("[bold]> [/]")
+        return console.input("[bold]> [/]" if at_terminal else "")
     except (EOFError, KeyboardInterrupt):
-        console.print()
+        if at_terminal:
+            console.print()
         return None
 
 

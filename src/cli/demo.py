@@ -20,7 +20,7 @@ from rich.text import Text
 from motet import AsyncEngine, EngineStats, SamplingParams
 
 ADAPTERS = Path(__file__).parent / "adapters"
-QUESTIONS = ("What is the capital of Italy?", "Why do leaves fall in autumn?", "What should I cook tonight?")
+QUESTIONS = ("What is the capital of France?", "Why do leaves fall in autumn?", "What should I cook tonight?")
 COLOURS = {"base": "white", "haiku": "green", "json": "cyan", "pirate": "yellow"}
 PARAMS = SamplingParams(max_tokens=90)
 REFRESH = 0.1  # seconds

@@ -76,6 +76,32 @@ def test_what_cannot_begin_says_why_in_one_line(model, more, error):
     assert isinstance(done.exception, SystemExit)
 
 
+@pytest.mark.skipif(os.name != "posix", reason="a terminal to give")
+def test_only_a_terminal_is_prompted(model):
+    assert ">" not in talk(model, "/new\n\n").output
+    ours, theirs = os.openpty()
+    os.write(ours, b"/new\n\n\x04")  # Ctrl-D
+    program = "from motet.cli import main; main()"
+    command = [sys.executable, "-c", program, "chat", str(model), *SMALL]
+    done = subprocess.run(command, stdin=theirs, capture_output=True, text=True, timeout=60, check=False)
+    os.close(ours)
+    os.close(theirs)
+    assert (done.returncode, done.stdout) == (0, "> > > \n"), done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell that closes the input")
+def test_without_an_input_it_ends_with_one_line(model):
+    program = 'exec "$0" -c "from motet.cli import main; main()" chat "$1" <&-'
+    done = subprocess.run(
+        ["sh", "-c", program, sys.executable, str(model)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert (
+        done.stderr.startswith("InvalidRequest: the standard input is closed")
+        and done.stderr.count("\n") == 1
+    )
+
+
 def test_what_the_terminal_cannot_show_ends_no_answer(model):
     program = "from motet.cli import main; main()"
     done = subprocess.run(
