@@ -56,10 +56,10 @@ def test_the_code_in_the_documents_runs(block: str):
     assert run("-c", block).strip()
 
 
-def test_each_page_of_the_guide_has_one_runnable_example():
+def test_each_page_of_the_guide_has_a_runnable_example():
     pages = [name.partition(".")[0] for name in BLOCKS]
-    assert {name: pages.count(name) for name in WITH_AN_EXAMPLE} == dict.fromkeys(WITH_AN_EXAMPLE, 1)
-    assert pages.count("README") == 2
+    assert {*pages} >= WITH_AN_EXAMPLE
+    assert pages.count("README") == 3
 
 
 def test_the_reference_has_every_public_name_and_the_site_every_page():

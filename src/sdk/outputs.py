@@ -49,6 +49,14 @@ class Usage:
     timeline: tuple[tuple[str, float], ...]
     """(state, seconds since the call when it was entered), of the first output."""
 
+    def __str__(self) -> str:
+        queued = "never ran" if self.queue_time is None else f"queued {self.queue_time:.3f} s"
+        first = "no token" if self.ttft is None else f"first token after {self.ttft:.3f} s"
+        return (
+            f"{self.prompt_tokens} prompt tokens ({self.cached_tokens} cached), {self.output_tokens} output tokens, "
+            f"{self.preemptions} preemptions; {queued}, {first}, {self.total_time:.3f} s in all"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
