@@ -1,4 +1,4 @@
-"""AdapterPool: adapters by name, who holds each, and what is to move next. Bookkeeping: no torch, files, threads."""
+"""AdapterPool: who holds which adapter, and what is to move next. Bookkeeping: no torch, files, threads."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from motet.errors import AdapterError, MotetError
 from motet.lora.adapter import AdapterRef
+from motet.lora.answers import Answers
 from motet.lora.generation import AdapterInfo, AdapterLease, Bring, Generation, Read
-from motet.lora.refusals import another, exists, not_found
+from motet.lora.names import AdapterNames
+from motet.lora.refusals import another, exists
 from motet.lora.tiers import AdapterTiers
 
 if TYPE_CHECKING:
@@ -36,24 +37,20 @@ class AdapterPool:
     def __init__(self, arena: AdapterArena, host_bytes: int, *, resolving: bool = False) -> None:
         self.work: SimpleQueue[bool] = SimpleQueue()
         """True whenever `next_job` may have something new to say."""
-        self.unresolved: SimpleQueue[Generation | None] = SimpleQueue()
-        """Unknown names, for whoever asks the resolver; only if `resolving`."""
         self.loads = self.reloads = self.evictions = 0
         """Totals: adapters loaded, brought back to the device, sent away from it."""
-        self._resolving = resolving
         self._lock = threading.Lock()  # over all below
         self._numbers = itertools.count(1)
         self._ticks = itertools.count(1)
-        self._current: dict[str, Generation] = {}
+        self._names = AdapterNames(resolving=resolving)
+        self.unresolved = self._names.unresolved
         self._tiers = AdapterTiers(arena, host_bytes)
-        self._sought: dict[str, Generation] = {}  # unknown names that requests wait for
+        self._answers = Answers()
         self._unread: list[Generation] = []  # to be read for the first time, in order of arrival
         self._wanted: dict[Generation, None] = {}  # to be brought to the device, in order of arrival
         self._making_way: set[Generation] = set()  # must make way for the first that is wanted
-        self._loading: dict[Generation, Future[AdapterInfo]] = {}  # what callers of `load` wait for
         self._read_last = False
         self._refusal: Callable[[], MotetError] | None = None
-        self._news: list[Callable[[], object]] = []
 
     # -- from any thread ---------------------------------------------------------------------------------
 
@@ -69,11 +66,11 @@ class AdapterPool:
         with self._lock:
             if self._refusal is not None:
                 raise self._refusal()
-            if name in self._current and not replace:
+            if self._names.get(name) is not None and not replace:
                 raise exists(name)
             generation = Generation(name, source, pinned=pin, replace=replace)
             self._unread.append(generation)
-            future = self._loading[generation] = Future()
+            future = self._answers.promise(generation)
             work = self.work
             future.add_done_callback(lambda _: work.put(True))  # cancelled, it stands in nobody's way
             self.work.put(True)
@@ -82,9 +79,7 @@ class AdapterPool:
     def remove(self, name: str) -> AdapterRef:
         """Retires the name's generation and returns it. Raises `AdapterNotFound`."""
         with self._lock:
-            generation = self._current.pop(name, None)
-            if generation is None:
-                raise not_found(name, self._current)
+            generation = self._names.remove(name)
             assert generation.ref is not None
             generation.pinned = False
             self._let_go(generation)
@@ -96,7 +91,7 @@ class AdapterPool:
         Raises `AdapterNotFound` if the name is unknown and nobody resolves it.
         """
         with self._lock:
-            generation = self._current.get(name) or self._seek(name)
+            generation = self._names.get_or_seek(name)
             lease = AdapterLease(generation)
             self._serve(lease, is_open=generation.is_placed and generation not in self._making_way)
             return lease
@@ -117,40 +112,39 @@ class AdapterPool:
     def infos(self) -> list[AdapterInfo]:
         """The loaded adapters, by name; retired generations have no name."""
         with self._lock:
-            return [generation.info() for _, generation in sorted(self._current.items())]
+            return [generation.info() for generation in self._names.all()]
 
     def check_integrity(self) -> None:
         """Asserts that exactly what somebody needs is alive, and that whoever waits is in a queue."""
         with self._lock:
             self._tiers.check_integrity()
+            self._names.check_integrity()
             for generation in self._tiers.live:
                 assert generation.ref is not None
                 # Wanted alone is one whose load was just cancelled.
                 assert self._is_needed(generation) or generation in self._wanted
                 assert not generation.holds or generation.slot >= 0, "in use, but not on the device"
                 assert not generation.waiting or generation in self._wanted or generation.busy
-            for name, generation in self._current.items():
-                assert generation.name == name and generation.published
-            assert set(self._current.values()) | set(self._wanted) | self._making_way <= self._tiers.live
+            assert set(self._names.all()) | set(self._wanted) | self._making_way <= self._tiers.live
 
     def close(self, refusal: Callable[[], MotetError]) -> None:
         """Loads nothing more: whoever waits for a load, or asks for one, gets a `refusal` of its own."""
         with self._telling():
             self._refusal = refusal
-            for generation in list(self._loading):
-                self._answer(generation, refusal())
+            for generation in self._answers.promised:
+                self._answers.loaded(generation, refusal())
 
     # -- for the loader ----------------------------------------------------------------------------------
 
     def is_sought(self, generation: Generation) -> bool:
         """Whether somebody still waits for this unknown name."""
         with self._lock:
-            return self._sought.get(generation.name) is generation
+            return self._names.is_sought(generation)
 
     def resolved(self, generation: Generation, source: Path) -> None:
         """The unknown name is to be read from `source`."""
         with self._lock:
-            if self._sought.get(generation.name) is generation:
+            if self._names.is_sought(generation):
                 generation.source = source
                 self._unread.append(generation)
                 self.work.put(True)
@@ -203,7 +197,7 @@ class AdapterPool:
             self.reloads += job.is_reload
             if not generation.published:
                 self._publish(generation)
-            self._answer(generation)
+            self._answers.loaded(generation)
             self._arrive(generation)
 
     def failed(self, job: Read | Bring, error: AdapterError) -> None:
@@ -222,6 +216,7 @@ class AdapterPool:
                     self._fail(other, error)
 
     def not_resolved(self, generation: Generation, error: AdapterError) -> None:
+        """Nobody knows the name: whoever still waits for it is told so."""
         with self._telling():
             self._fail(generation, error)
 
@@ -231,7 +226,7 @@ class AdapterPool:
         coming = {generation.name for generation in self._wanted if not generation.published}
         for generation in [g for g in self._unread if g.name not in coming]:
             self._unread.remove(generation)
-            current = self._current.get(generation.name)
+            current = self._names.get(generation.name)
             if current is not None and not generation.replace:
                 self._yield_to(current, generation)
             elif self._is_needed(generation):
@@ -277,20 +272,11 @@ class AdapterPool:
         if generation.published:
             if generation.copy is not None and not generation.stored and not self._tiers.store(generation):
                 generation.copy = None
-            self._answer(generation)
+            self._answers.loaded(generation)
             self._settle(generation)
         return generation in self._wanted
 
     # -- leases and names ----------------------------------------------------------------------------------
-
-    def _seek(self, name: str) -> Generation:
-        if not self._resolving:
-            raise not_found(name, self._current)
-        generation = self._sought.get(name)
-        if generation is None:
-            generation = self._sought[name] = Generation(name)
-            self.unresolved.put(generation)
-        return generation
 
     def _serve(self, lease: AdapterLease, *, is_open: bool) -> None:
         generation = lease.generation
@@ -312,25 +298,22 @@ class AdapterPool:
         leases, generation.waiting = generation.waiting, []
         for lease in leases:
             self._serve(lease, is_open=True)
-            assert lease.ready is not None
-            self._news.append(partial(lease.ready.set_result, None))
+            self._answers.served(lease)
         self._let_go(generation)
 
     def _yield_to(self, current: Generation, generation: Generation) -> None:
-        """Another was faster: the name stands for `current` now."""
+        """Another was faster: the name stands for `current` now, and so do the leases of those who wait."""
         leases, generation.waiting = generation.waiting, []
         for lease in leases:
             lease.generation = current
             self._serve(lease, is_open=False)
-        self._answer(generation, exists(generation.name))
+        self._answers.loaded(generation, exists(generation.name))
         self._free(generation)
 
     def _publish(self, generation: Generation) -> None:
-        old = self._current.get(generation.name)
-        self._current[generation.name] = generation
+        old = self._names.publish(generation)
         generation.published = True
         self.loads += 1
-        self._forget_name(generation)
         if old is not None:
             old.pinned = False
             self._let_go(old)
@@ -343,28 +326,16 @@ class AdapterPool:
         self._wanted.pop(generation, None)
         leases, generation.waiting = generation.waiting, []
         for lease in leases:
-            assert lease.ready is not None
-            self._news.append(partial(lease.ready.set_exception, another(error)))
-        self._answer(generation, another(error))
+            self._answers.refused(lease, error)
+        self._answers.loaded(generation, another(error))
         self._let_go(generation)
-
-    def _answer(self, generation: Generation, error: MotetError | None = None) -> None:
-        """Whoever waits for its load, if anybody, has an answer."""
-        future = self._loading.pop(generation, None)
-        if future is not None and future.set_running_or_notify_cancel():
-            if error is not None:
-                self._news.append(partial(future.set_exception, error))
-            else:
-                self._news.append(partial(future.set_result, generation.info()))
 
     # -- the one way out -----------------------------------------------------------------------------------
 
     def _is_needed(self, generation: Generation) -> bool:
         if generation.holds or generation.waiting or generation.busy:
             return True
-        if self._current.get(generation.name) is generation:
-            return True
-        return generation in self._loading and not self._loading[generation].cancelled()
+        return self._names.get(generation.name) is generation or self._answers.is_awaited(generation)
 
     def _let_go(self, generation: Generation) -> None:
         """After anything that may have left a generation to nobody, or others with more room."""
@@ -374,27 +345,23 @@ class AdapterPool:
 
     def _settle(self, generation: Generation) -> None:
         """Nothing is wanted, or kept, that nobody needs."""
-        if generation.published and not generation.waiting and generation not in self._loading:
+        if generation.published and not generation.waiting and not self._answers.is_promised(generation):
             self._wanted.pop(generation, None)
         if not self._is_needed(generation):
             self._free(generation)
 
     def _free(self, generation: Generation) -> None:
-        self._loading.pop(generation, None)
+        self._answers.withdraw(generation)
         self._wanted.pop(generation, None)
         self._making_way.discard(generation)
-        self._forget_name(generation)
+        self._names.give_up(generation)
         self._tiers.free(generation)
-
-    def _forget_name(self, generation: Generation) -> None:
-        if self._sought.get(generation.name) is generation:
-            del self._sought[generation.name]
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """The lock; what futures are to be told is told behind it, for those who hear it may call back."""
+        """The lock; the answers are given behind it, for those who hear one may call back."""
         with self._lock:
             yield
-            news, self._news = self._news, []
+            news = self._answers.take()
         for tell in news:
             tell()

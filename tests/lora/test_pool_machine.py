@@ -252,7 +252,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.disk.run_jobs()
         self.pool.check_integrity()
         assert self.arena.used_bytes == 0
-        assert not self.pool._tiers.live and not self.pool._sought and not self.pool._loading
+        assert not self.pool._tiers.live and not self.pool._names._sought and not self.pool._answers.promised
 
 
 @pytest.mark.parametrize(
