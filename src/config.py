@@ -71,8 +71,9 @@ class EngineConfig(Frozen):
 
     adapter_resolver: SkipJsonSchema[Callable[[str], str | PathLike[str] | None] | None] = None
     """Finds the PEFT folder of an adapter that is not loaded when a request names it. Called on a thread of its
-    own, once for all that ask for the same name meanwhile; it may take its time. None as its answer is
-    `AdapterNotFound`, an exception `AdapterLoadError`, raised by the first `__anext__`."""
+    own, once for all that ask for the same name meanwhile; it may take its time, or load the adapter itself. If the
+    name is still unknown then, None is `AdapterNotFound`, an exception `AdapterLoadError`, raised by the first
+    `__anext__`."""
 
     max_metric_adapters: int = Field(default=100, ge=0)
     """Adapters, and tenants, with metrics of their own: those that come first; the rest share "other"."""

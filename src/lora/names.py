@@ -43,12 +43,12 @@ class AdapterNames:
         """Whether its name is unknown, and requests wait for it."""
         return self._sought.get(generation.name) is generation
 
-    def publish(self, generation: Generation) -> Generation | None:
-        """The name stands for it from now on. Returns what it stood for."""
-        old = self._current.get(generation.name)
-        self._current[generation.name] = generation
-        self.give_up(generation)
-        return old
+    def publish(self, generation: Generation) -> tuple[Generation | None, Generation | None]:
+        """The name stands for it from now on. Returns what it stood for, and what else was sought for it."""
+        name = generation.name
+        old, sought = self._current.get(name), self._sought.pop(name, None)
+        self._current[name] = generation
+        return old, sought if sought is not generation else None
 
     def remove(self, name: str) -> Generation:
         """The name stands for nothing any more. Returns what it stood for; raises `AdapterNotFound`."""
@@ -63,9 +63,10 @@ class AdapterNames:
             del self._sought[generation.name]
 
     def check_integrity(self) -> None:
-        """Asserts that names and generations agree, and that nothing is sought for nobody."""
+        """Asserts that names and generations agree, and that nothing is sought that is known."""
         for name, generation in self._current.items():
             assert generation.name == name and generation.published
         for name, generation in self._sought.items():
             assert generation.name == name and not generation.published
             assert generation.waiting or generation.busy, "sought for nobody"
+        assert not self._sought.keys() & self._current.keys(), "known, but still sought"

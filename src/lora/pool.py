@@ -311,9 +311,11 @@ class AdapterPool:
         self._free(generation)
 
     def _publish(self, generation: Generation) -> None:
-        old = self._names.publish(generation)
+        old, sought = self._names.publish(generation)
         generation.published = True
         self.loads += 1
+        if sought is not None:  # whatever the resolver will say
+            self._yield_to(generation, sought)
         if old is not None:
             old.pinned = False
             self._let_go(old)

@@ -426,16 +426,26 @@ def test_an_unknown_name_is_sought_once_for_all_who_ask_and_read_once() -> None:
     assert disk.pool.unresolved.empty()
 
 
-def test_an_unknown_name_that_is_loaded_meanwhile_is_that() -> None:
+@pytest.mark.parametrize("pin", [False, True])
+@pytest.mark.parametrize("answer", ["another folder", "unknown", "an error"])
+def test_an_unknown_name_that_is_loaded_meanwhile_is_that_whatever_the_resolver_answers(
+    answer: str, pin: bool
+) -> None:
     disk = Disk(resolving=True)
     lease = disk.pool.acquire("acme")
     generation = disk.pool.unresolved.get()
     weights = small()
-    disk.load("acme", weights)
-    disk.pool.resolved(generation, disk.save("elsewhere", small()))
+    disk.load("acme", weights, pin=pin)
+    assert not disk.pool.is_sought(generation)
+    assert holds(disk.arena, lease.slot, weights), "it waits for the resolver"
+    if answer == "another folder":
+        disk.pool.resolved(generation, disk.save("elsewhere", small()))
+    else:
+        error = AdapterNotFound("no acme") if answer == "unknown" else AdapterLoadError("no network")
+        disk.pool.not_resolved(generation, error)
     disk.run_jobs()
     assert disk.num_reads == 1
-    assert holds(disk.arena, lease.slot, weights)
+    assert lease.ready.exception(0) is None and holds(disk.arena, lease.slot, weights)
     disk.pool.release(lease)
     disk.pool.check_integrity()
 

@@ -338,6 +338,26 @@ async def test_an_unknown_name_goes_to_the_resolver_once(
         assert asked.count("r8") == 2
 
 
+@pytest.mark.parametrize("answer", ["None", "its folder", "an error"])
+async def test_a_resolver_may_load_the_adapter_itself(
+    answer: str,
+    tiny_folder: Path,
+    adapters: dict[str, Path],
+    answers: dict[str | None, list[int]],
+    anyio_backend: str,
+):
+    def resolver(name: str) -> Path | None:
+        for _ in range(2 if answer == "an error" else 1):  # AdapterExists
+            anyio.run(engine.load_adapter, name, adapters[name], backend=anyio_backend)
+        return adapters[name] if answer == "its folder" else None
+
+    async with small_engine(tiny_folder, 2, adapter_resolver=resolver) as engine:
+        streams = [engine.stream(PROMPT, params(8), adapter="r8") for _ in range(5)]
+        for stream in streams:
+            assert list((await stream.result()).token_ids) == answers["r8"]
+        assert engine._running()[1].adapters.loads == 1
+
+
 async def test_case_22_a_request_may_end_while_its_adapter_is_resolved(
     tiny_folder: Path, adapters: dict[str, Path]
 ):
