@@ -203,8 +203,6 @@ def test_tools_choose_the_template_that_is_for_them():
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", RequestFailed, "RecursionError"),
         ("{% for i in range(10**9) %}{% endfor %}", RequestFailed, "OverflowError"),
         ("{{ 9 ** (9 ** 9) }}", RequestFailed, "too large"),
-        ("{{ 'a' * 10000000000 }}", RequestFailed, "too large"),
-        ("{{ 10000000000 * [1] }}", RequestFailed, "too large"),
     ],
 )
 def test_a_template_that_fails_is_that_conversations_error(source: str, error: type, message: str):
