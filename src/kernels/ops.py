@@ -3,17 +3,24 @@
 `select_ops` returns an instance that is handed to the model, so two engines on two devices live in one
 process. A model calls ops and never asks which backend it has.
 
-Throughout: T = tokens (rows) of a step, S = sequences of a step, `-1` = padding or no adapter. Tensors are
-row-major; a backend owns the layout of what it makes itself (packed weights, KV caches, attention plans).
+Throughout: T = tokens (rows) of a step, S = sequences of a step, `-1` = padding or no adapter; D and A = the
+backend's two dtypes. Tensors are row-major; a backend owns the layout of what it makes itself (packed weights, KV
+caches, attention plans).
 """
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger("motet")
+
+LinearWeight = Any
+"""A linear's weight or an embedding's table, packed; only the backend that packed it looks inside."""
 
 KVCache = Any
 """One layer's keys and values; only the backend that made it looks inside."""
@@ -51,46 +58,53 @@ class SamplingRows(NamedTuple):
 
 
 class Ops(ABC):
-    """One backend on one device with one dtype D (of weights, activations and KV cache)."""
+    """One backend on one device."""
 
     name: str
     """What `EngineStats.backend` shows."""
 
     device: torch.device
+
     dtype: torch.dtype
+    """D: of the weights of linears and embeddings, of adapters and of the KV cache."""
+
+    activations: torch.dtype
+    """A: of what flows through the model, and of the small parameters, norms and biases. D or float32."""
 
     @abstractmethod
-    def pack_linear(self, weight: Tensor) -> Tensor:
-        """The weight [N, K] as this backend likes it best; may take the memory over. Only `linear` and
-        `unpack_linear` read it.
-        """
+    def pack_linear(self, weight: Tensor) -> LinearWeight:
+        """The weight [N, K] D as this backend likes it best; may take the memory over."""
 
     @abstractmethod
-    def unpack_linear(self, weight: Tensor) -> Tensor:
-        """The [N, K] that `pack_linear` made `weight` of, in D; it may share the memory."""
+    def pack_table(self, table: Tensor) -> LinearWeight:
+        """An embedding's table [V, H] D, for `embedding` and, where the output head is tied to it, `linear`."""
 
     @abstractmethod
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """y = x · weightᵀ (+ bias). x [T, K], weight [N, K] (packed or plain), bias [N] -> [T, N], all D."""
+    def unpack_linear(self, weight: LinearWeight) -> Tensor:
+        """The [N, K] D that was packed; it may share the memory."""
 
     @abstractmethod
-    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
-        """table[ids]. ids [T] int64, table [V, H] D -> [T, H] D."""
+    def linear(self, x: Tensor, weight: LinearWeight, bias: Tensor | None = None) -> Tensor:
+        """y = x · weightᵀ (+ bias). x [T, K] A, weight [N, K], bias [N] A -> [T, N] A."""
+
+    @abstractmethod
+    def embedding(self, ids: Tensor, table: LinearWeight) -> Tensor:
+        """table[ids]. ids [T] int64, table [V, H] from `pack_table` -> [T, H] A."""
 
     @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += x, in place; then y = residual / sqrt(mean(residual²) + eps) · weight (arXiv 1910.07467).
 
-        The mean is over the last axis, in float32. x, residual [T, H] D, weight [H] D or float32 -> [T, H] D.
+        The mean is over the last axis, in float32. x, residual [T, H] A, weight [H] A or float32 -> [T, H] A.
         """
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x²) + eps) · weight, as `add_rms_norm`. x [..., N] D, weight [N] D or float32."""
+        """x / sqrt(mean(x²) + eps) · weight, as `add_rms_norm`. x [..., N] A, weight [N] A or float32."""
 
     @abstractmethod
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        """silu(x[:, :N]) · x[:, N:] (SwiGLU, arXiv 2002.05202). x [T, 2N] D -> [T, N] D."""
+        """silu(x[:, :N]) · x[:, N:] (SwiGLU, arXiv 2002.05202). x [T, 2N] A -> [T, N] A."""
 
     @abstractmethod
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
@@ -120,8 +134,8 @@ class Ops(ABC):
     ) -> Tensor:
         """Rotates q and k (halves layout, arXiv 2104.09864) and stores k and v in their KV slots.
 
-        qkv [T, (num_heads + 2 num_kv_heads) · head_dim] D: q, k, v side by side, rotated in place;
-        cos, sin [T, n] D: each pair's angle for both of its halves, sin's first half negated; the first n
+        qkv [T, (num_heads + 2 num_kv_heads) · head_dim] A: q, k, v side by side, rotated in place;
+        cos, sin [T, n] A: each pair's angle for both of its halves, sin's first half negated; the first n
         dimensions of each head turn, the rest (all, where n = 0) stay;
         slot_mapping [T] int64, a row with -1 stores nothing.
         Returns q as [T, num_heads, head_dim] (it may share qkv's memory).
@@ -150,18 +164,18 @@ class Ops(ABC):
     ) -> Tensor:
         """softmax(scale · q · kᵀ) · v, causal, over each sequence's own blocks (arXiv 2309.06180).
 
-        q [T, num_heads, head_dim] D; the i-th of a sequence's n rows sees its first seq_len - n + i + 1
+        q [T, num_heads, head_dim] A; the i-th of a sequence's n rows sees its first seq_len - n + i + 1
         tokens, of those the plan's window; num_heads is a multiple of the cache's KV heads (GQA). softcap: the
         scores s become softcap · tanh(s / softcap) before the softmax (arXiv 2408.00118). Memory outside those
-        tokens may hold anything, NaN included. Returns [T, num_heads · head_dim] D.
+        tokens may hold anything, NaN included. Returns [T, num_heads · head_dim] A.
         """
 
     @abstractmethod
     def lora_shrink(self, x: Tensor, arena: Tensor, slices: LoRASlices, segments: Tensor) -> Tensor:
         """h[t, p] = A[slot of t, p] · x[t]: the first half of the mixed-adapter product (SGMV, arXiv 2310.18547).
 
-        x [T, K] D; arena: flat, D; segments [n, 3] int64 on the CPU: (slot, first row, last row + 1), without
-        overlap. Rows in no segment cost nothing. Returns h [T, P, R] with R the largest rank in the step;
+        x [T, K] A; arena: flat, D; segments [n, 3] int64 on the CPU: (slot, first row, last row + 1), without
+        overlap. Rows in no segment cost nothing. Returns h [T, P, R] A with R the largest rank in the step;
         columns beyond a row's own rank, and rows in no segment, hold anything.
         """
 
@@ -171,7 +185,7 @@ class Ops(ABC):
     ) -> Tensor:
         """`lora_shrink` of x that is 1 at ids[t] and 0 elsewhere: h[t, p] = A[slot of t, p][:, ids[t]].
 
-        ids [T] int64, each A [r, vocab_size]. Returns h [T, P, R], as `lora_shrink` does.
+        ids [T] int64, each A [r, vocab_size]. Returns h [T, P, R] A, as `lora_shrink` does.
         """
 
     @abstractmethod
@@ -180,13 +194,13 @@ class Ops(ABC):
     ) -> None:
         """out[t, columns of p] += B[slot of t, p] · h[t, p], in place: the second half of SGMV.
 
-        h from `lora_shrink` with the same slices and segments; out [T, N] D.
+        h from `lora_shrink` with the same slices and segments; out [T, N] A.
         """
 
     @abstractmethod
     def lora_rescale(self, arena: Tensor, slices: LoRASlices, segments: Tensor, out: Tensor) -> None:
         """out[t, columns of p] = out · scale + shift of (slot of t, p), in place: for DoRA (arXiv 2402.09353) and
-        for biases of an adapter's own. Comes before `lora_expand`; out [T, N] D.
+        for biases of an adapter's own. Comes before `lora_expand`; out [T, N] A.
         """
 
     @abstractmethod
@@ -208,11 +222,22 @@ class Ops(ABC):
         """
 
 
-def select_ops(device: str, dtype: str) -> Ops:
-    """The best backend for a device and dtype ("auto" or a name, as in `EngineConfig`)."""
+def select_ops(device: str, dtype: str, threads: int | None = None) -> Ops:
+    """The best backend for a device and dtype ("auto" or a name, as in `EngineConfig`).
+
+    threads: of the native CPU backend; None: as many as torch uses. Without the native library it is the reference
+    backend, and a warning says why.
+    """
+    from motet.kernels.cpu.library import NoNativeLibrary, open_library
+    from motet.kernels.cpu.ops import CpuOps
     from motet.kernels.reference import ReferenceOps
 
     if device not in ("auto", "cpu"):
         raise ValueError(f"no backend for device {device!r}; there is one for 'cpu'")
     dtypes = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
-    return ReferenceOps(torch.device("cpu"), dtypes[dtype])
+    try:
+        isa, library = open_library()
+    except NoNativeLibrary as why:
+        logger.warning("%s: it computes with torch instead, several times slower", why)
+        return ReferenceOps(torch.device("cpu"), dtypes[dtype])
+    return CpuOps(isa, library, dtypes[dtype], threads or torch.get_num_threads())

@@ -36,7 +36,7 @@ class ReferenceOps(Ops):
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
-        self.dtype = dtype
+        self.dtype = self.activations = dtype
         self._gathered = torch.empty(0, 0, dtype=dtype, device=device)
         """Where `paged_attention` gathers K and V. Kept: the system takes and clears new megabytes slowly."""
 
@@ -44,12 +44,15 @@ class ReferenceOps(Ops):
         # The same [N, K], stored column by column: MKL's products with 4 to 63 rows run twice as fast so.
         return weight.t().contiguous().t()
 
+    def pack_table(self, table: Tensor) -> Tensor:
+        return table
+
     def unpack_linear(self, weight: Tensor) -> Tensor:
         return weight
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if weight.is_contiguous() and 4 <= x.shape[0] < 64:
-            # An unpacked weight (a tied embedding): for few rows MKL is faster on the transposed product.
+            # A tied embedding: for few rows MKL is faster on the transposed product.
             y = (weight @ x.t()).t()
             return y if bias is None else y + bias
         return F.linear(x, weight, bias)

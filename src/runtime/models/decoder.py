@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,8 +30,8 @@ class Decoder:
         self.vocab_size = config.vocab_size
         self.max_model_len = config.max_model_len
         self._embedding_scale = torch.tensor(
-            config.embedding_scale, dtype=ops.dtype
-        ).item()  # rounded as D is
+            config.embedding_scale, dtype=ops.activations
+        ).item()  # rounded as A is
         self._layers = [LAYERS[config.norms](config, ops, i) for i in range(config.num_hidden_layers)]
         self._linears = [linear for layer in self._layers for linear in layer.linears]
         num_sites = len(self._linears)
@@ -74,9 +73,10 @@ class Decoder:
         return {"lm_head.weight": "model.embed_tokens.weight"} if self.config.tie_word_embeddings else {}
 
     def finish_loading(self) -> None:
-        # A backend may rearrange each weight on one core; two at a time keeps the spare memory small.
-        with ThreadPoolExecutor(2, thread_name_prefix="motet-pack") as pool:
-            list(pool.map(lambda linear: linear.pack(), [*self._linears, self._lm_head]))
+        for linear in self._linears:
+            linear.pack()
+        self._embedding.pack()
+        self._lm_head.pack()
 
     def forward(self, batch: ForwardBatch, kv_caches: Sequence[KVCache]) -> Tensor:
         x = self._embedding(batch)

@@ -58,7 +58,7 @@ class Attention:
         return self._qkv.weights() | norms | self._o.weights()
 
     def __call__(self, batch: ForwardBatch, x: Tensor, rope: tuple[Tensor, Tensor], kv: KVCache) -> Tensor:
-        """x [T, H] D -> [T, H] D; rope: `Rope.cos_sin` of the batch's positions."""
+        """x [T, H] A -> [T, H] A; rope: `Rope.cos_sin` of the batch's positions."""
         ops = self._ops
         qkv = self._qkv(batch, x)
         if self._qk_norm is not None:
@@ -99,7 +99,7 @@ class GatedMLP:
         return self._gate_up.weights() | self._down.weights()
 
     def __call__(self, batch: ForwardBatch, x: Tensor) -> Tensor:
-        """x [T, H] D -> [T, H] D."""
+        """x [T, H] A -> [T, H] A."""
         return self._down(batch, self._activation(self._gate_up(batch, x)))
 
 
@@ -127,7 +127,7 @@ class DecoderLayer(ABC):
     def forward(
         self, batch: ForwardBatch, x: Tensor, residual: Tensor, rope: tuple[Tensor, Tensor], kv: KVCache
     ) -> Tensor:
-        """x [T, H] D, what the previous layer adds to the residual stream -> what this one adds to it."""
+        """x [T, H] A, what the previous layer adds to the residual stream -> what this one adds to it."""
 
 
 class PreNormLayer(DecoderLayer):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from motet.kernels.ops import Ops
+from motet.kernels.ops import LinearWeight, Ops
 from motet.lora.sites import LoRASite
 from motet.runtime.models.base import Weight
 
@@ -31,11 +31,11 @@ class Linear:
     modules: tuple[str, ...]
     out_features: tuple[int, ...]
     site: LoRASite | None
-    weight: Tensor  # [sum(out_features), in_features] D; after `pack`, as the backend likes it
-    bias: Tensor | None  # [sum(out_features)] D
+    weight: LinearWeight  # [sum(out_features), in_features] D; after `pack`, as the backend likes it
+    bias: Tensor | None  # [sum(out_features)] A
 
     def __call__(self, batch: ForwardBatch, x: Tensor) -> Tensor:
-        """x [T, in_features] D -> [T, sum(out_features)] D, the adapters' deltas added."""
+        """x [T, in_features] A -> [T, sum(out_features)] A, the adapters' deltas added."""
         y = self.ops.linear(x, self.weight, self.bias)
         if batch.lora is not None and self.site is not None:
             batch.lora.add_delta(self.ops, self.site, x, y)
@@ -66,16 +66,16 @@ class RMSNorm:
         """offset: added to the weight that the checkpoint holds; then the weight is kept in float32."""
         self._ops = ops
         self._eps = eps
-        dtype = torch.float32 if offset else ops.dtype
+        dtype = torch.float32 if offset else ops.activations
         self._weight = torch.empty(size, dtype=dtype, device=ops.device)
         self.weight = OffsetWeight(self._weight, offset) if offset else Weight(self._weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., size] D -> the same shape."""
+        """x [..., size] A -> the same shape."""
         return self._ops.rms_norm(x, self._weight, self._eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual += x, in place, and its norm. Both [T, size] D."""
+        """residual += x, in place, and its norm. Both [T, size] A."""
         return self._ops.add_rms_norm(x, residual, self._weight, self._eps)
 
 
@@ -100,7 +100,7 @@ class QKNorm:
     k_norm: RMSNorm
 
     def __call__(self, qkv: Tensor) -> None:
-        """qkv [T, q_size + 2 kv_size] D: q, k, v side by side; q and k in place."""
+        """qkv [T, q_size + 2 kv_size] A: q, k, v side by side; q and k in place."""
         q, k = qkv[:, : self.q_size], qkv[:, self.q_size : self.q_size + self.kv_size]
         for part, norm in ((q, self.q_norm), (k, self.k_norm)):
             heads = part.view(len(part), -1, norm.weight.shape[0])
@@ -128,7 +128,7 @@ def make_linear(
     among the model's LoRA sites; None where no adapter may act.
     """
     modules, out_features = (tuple(x) for x in zip(*splits, strict=True))
-    b = torch.empty(sum(out_features), dtype=ops.dtype, device=ops.device) if bias else None
+    b = torch.empty(sum(out_features), dtype=ops.activations, device=ops.device) if bias else None
     site = None if site_index is None else LoRASite(site_index, in_features, modules, out_features, bias=b)
     return Linear(
         ops=ops,

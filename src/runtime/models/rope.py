@@ -129,10 +129,10 @@ class Rope:
     def __init__(self, config: RopeConfig, ops: Ops) -> None:
         self._frequencies = config.frequencies().to(ops.device)
         self._magnitude = 1.0 if config.scaling is None else config.scaling.magnitude
-        self._dtype = ops.dtype
+        self._dtype = ops.activations
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] int64 -> cos, sin [T, rotary_dim] D, as `Ops.rope_and_store_kv` takes them.
+        """positions [T] int64 -> cos, sin [T, rotary_dim] A, as `Ops.rope_and_store_kv` takes them.
 
         Computed in float32, as transformers does.
         """

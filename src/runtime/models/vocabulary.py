@@ -24,19 +24,25 @@ class Embedding:
         """path: the Hugging Face module's."""
         self._ops = ops
         self.path = path
-        self.table = torch.empty(vocab_size, hidden_size, dtype=ops.dtype, device=ops.device)
+        self.table: Tensor = torch.empty(vocab_size, hidden_size, dtype=ops.dtype, device=ops.device)
+        """[V, H] D; after `pack`, as the backend likes it."""
         weight = self.table.detach
         self.site = LoRASite(site_index, vocab_size, (path,), (hidden_size,), "embedding", weight)
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
-        """[T, H] D for the batch's input ids, the adapters' deltas added."""
+        """[T, H] A for the batch's input ids, the adapters' deltas added."""
         x = self._ops.embedding(batch.input_ids, self.table)
         if batch.lora is not None and batch.lora.adapts(self.site):
             batch.lora.add_delta(self._ops, self.site, batch.input_ids, x)
         return x
 
     def weights(self) -> dict[str, Weight]:
+        """Only until `pack`."""
         return {f"{self.path}.weight": Weight(self.table)}
+
+    def pack(self) -> None:
+        self.table = self._ops.pack_table(self.table)
+        self.site = replace(self.site, weight=partial(self._ops.unpack_linear, self.table))
 
 
 class OutputHead:
@@ -47,6 +53,7 @@ class OutputHead:
 
     def __init__(self, ops: Ops, path: str, embedding: Embedding, *, tied: bool, site_index: int) -> None:
         self._ops = ops
+        self._embedding = embedding
         self._tied = tied
         self._path = path
         self._weight = embedding.table if tied else torch.empty_like(embedding.table)
@@ -55,17 +62,17 @@ class OutputHead:
         self.site = LoRASite(site_index, hidden_size, (path,), (vocab_size,), "head", weight)
 
     def __call__(self, batch: ForwardBatch, x: Tensor) -> Tensor:
-        """x [R, H] D, of `batch.logits_rows` -> [R, V] D, the adapters' deltas added."""
+        """x [R, H] A, of `batch.logits_rows` -> [R, V] A, the adapters' deltas added."""
         y = self._ops.linear(x, self._weight)
         if batch.lora is not None and batch.lora.adapts(self.site):
             batch.lora.of_rows(batch.logits_rows).add_delta(self._ops, self.site, x, y)
         return y
 
     def weights(self) -> dict[str, Weight]:
-        """Empty if tied: the embedding's are loaded."""
+        """Empty if tied: the embedding's are loaded. Only until `pack`."""
         return {} if self._tied else {f"{self._path}.weight": Weight(self._weight)}
 
     def pack(self) -> None:
-        if not self._tied:
-            self._weight = self._ops.pack_linear(self._weight)
-            self.site = replace(self.site, weight=partial(self._ops.unpack_linear, self._weight))
+        """After the embedding's."""
+        self._weight = self._embedding.table if self._tied else self._ops.pack_linear(self._weight)
+        self.site = replace(self.site, weight=partial(self._ops.unpack_linear, self._weight))

@@ -1,0 +1,83 @@
+"""The native library: which of its builds this processor runs, opened by ctypes with every function declared.
+
+One set of C++ sources is compiled once for each instruction set (see pyproject.toml); each build has the same plain
+C functions. A machine without a compiler has no build at all, and the engine then runs on the reference backend.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from weakref import finalize
+
+ISA_VARIABLE = "MOTET_CPU_ISA"
+
+ISAS: Mapping[str, int] = MappingProxyType({"avx512_vnni": 4, "avx512": 2, "avx2": 1, "portable": 0})
+"""The builds, best first, and the bits of `motet_cpu_features` that each needs."""
+
+_KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+
+_OPS: Mapping[str, str] = MappingProxyType(
+    {
+        "linear_f32": "piiippp",
+        "linear_bf16": "piiippp",
+        "pack_f32": "piip",
+        "pack_bf16": "piip",
+        "unpack_f32": "piip",
+        "unpack_bf16": "piip",
+        "gather_f32": "pipip",
+        "gather_bf16": "pipip",
+    }
+)
+"""What each op takes behind the threads, as the C++ sources have it: p an address, i an int64, f a float."""
+
+
+class NoNativeLibrary(Exception):
+    """Why there is no build that can be used: what the warning says."""
+
+
+def usable_isas() -> list[str]:
+    """The builds that are there and that this processor runs, best first."""
+    if not _file("portable").exists():
+        return []
+    features = ctypes.CDLL(str(_file("portable"))).motet_cpu_features()
+    return [isa for isa, needed in ISAS.items() if features & needed == needed and _file(isa).exists()]
+
+
+def open_library() -> tuple[str, ctypes.CDLL]:
+    """The best usable build, or the one that MOTET_CPU_ISA names; its name and its functions.
+
+    Raises NoNativeLibrary if there is none, ValueError if the variable names one that cannot be used.
+    """
+    usable = usable_isas()
+    isa = os.environ.get(ISA_VARIABLE) or (usable[0] if usable else None)
+    if isa is None:
+        raise NoNativeLibrary("motet was installed without a C++ compiler, so it has no native library")
+    if isa not in usable:
+        raise ValueError(
+            f"{ISA_VARIABLE} is {isa!r}; what can be used here is {', '.join(usable) or 'nothing'}"
+        )
+    library = ctypes.CDLL(str(_file(isa)))
+    handle = ctypes.c_void_p
+    library.motet_threads_new.argtypes, library.motet_threads_new.restype = (ctypes.c_int,), handle
+    library.motet_threads_delete.argtypes, library.motet_threads_delete.restype = (handle,), None
+    for name, parameters in _OPS.items():
+        function = getattr(library, f"motet_{name}")
+        function.argtypes, function.restype = (handle, *(_KINDS[p] for p in parameters)), None
+    return isa, library
+
+
+class Threads:
+    """The threads that share the work of each op, `count` with the one that calls it. They end with this object."""
+
+    def __init__(self, library: ctypes.CDLL, count: int) -> None:
+        self.count = count
+        self.handle: int = library.motet_threads_new(count)
+        finalize(self, library.motet_threads_delete, self.handle)
+
+
+def _file(isa: str) -> Path:
+    return Path(__file__).with_name(f"_{isa}.abi3.so")

@@ -1,0 +1,231 @@
+// Products with packed weights: y = x · wᵀ (+ bias), x and y in float32, w in float32 or bf16.
+//
+// A weight [N, K] lies in panels of 32 columns (of y), so that a panel is read from end to end: float32 as
+// [N/32][K][32], bf16 as [N/32][K/2][32][2]; what lacks to whole panels and pairs is 0. Each y sums its K products one
+// by one in the order of k, by fused multiply-adds, however many rows there are: a row's result does not depend
+// on its company. (After "Anatomy of High-Performance Matrix Multiplication", Goto and van de Geijn, 2008.)
+#include "abi.h"
+#include "simd.h"
+
+namespace motet {
+namespace {
+
+constexpr int kPanel = 32;
+constexpr int kVectors = kPanel / kLanes;
+
+// Rows whose sums, with the weights they meet, fit the registers.
+#if defined(__AVX512F__)
+constexpr int kTileRows = 12;
+#elif defined(__AVX2__)
+constexpr int kTileRows = 3;
+#elif defined(__ARM_NEON)
+constexpr int kTileRows = 2;
+#else
+constexpr int kTileRows = 1;
+#endif
+
+// Of a panel, as many k as stay in the first-level cache while tile after tile of rows meets them.
+constexpr int64_t kDepth = 256;
+
+struct Product {
+  const float* x;
+  int64_t rows, inner, columns;
+  const float* bias;
+  float* y;
+};
+
+int64_t num_panels(int64_t columns) { return (columns + kPanel - 1) / kPanel; }
+
+// The sums of R rows and one panel: [R][kPanel].
+template <int R>
+struct Sums {
+  vf at[R][kVectors];
+
+  MOTET_INLINE void clear() {
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < kVectors; v++) at[r][v] = vf{};
+  }
+  MOTET_INLINE void load_from(const float* y, int64_t stride, int width) {
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < kVectors; v++) {
+        const int left = width - v * kLanes;
+        const float* p = y + r * stride + v * kLanes;
+        at[r][v] = left >= kLanes ? load(p) : left > 0 ? load_first(p, left) : vf{};
+      }
+  }
+  MOTET_INLINE void store_to(float* y, int64_t stride, int width, const float* bias) const {
+    for (int v = 0; v < kVectors; v++) {
+      const int left = width - v * kLanes;
+      if (left <= 0) return;
+      vf b = {};
+      if (bias) b = left >= kLanes ? load(bias + v * kLanes) : load_first(bias + v * kLanes, left);
+      for (int r = 0; r < R; r++) {
+        float* p = y + r * stride + v * kLanes;
+        const vf sum = bias ? at[r][v] + b : at[r][v];
+        if (left >= kLanes)
+          store(p, sum);
+        else
+          store_first(p, sum, left);
+      }
+    }
+  }
+};
+
+template <int R>
+MOTET_INLINE void multiply(Sums<R>& sums, const float* x, int64_t stride, const float* w, int64_t depth) {
+  for (int64_t k = 0; k < depth; k++, w += kPanel) {
+    vf weights[kVectors];
+    for (int v = 0; v < kVectors; v++) weights[v] = load(w + v * kLanes);
+    for (int r = 0; r < R; r++) {
+      const vf xk = splat(x[r * stride + k]);
+      for (int v = 0; v < kVectors; v++) sums.at[r][v] = fma(xk, weights[v], sums.at[r][v]);
+    }
+  }
+}
+
+template <int R>
+MOTET_INLINE void multiply(Sums<R>& sums, const float* x, int64_t stride, const bf16* w, int64_t depth) {
+  int64_t k = 0;
+  for (; k + 1 < depth; k += 2, w += 2 * kPanel) {
+    for (int v = 0; v < kVectors; v++) {
+      const vu pairs = load_pairs(w + 2 * v * kLanes);
+      const vf first = even(pairs), second = odd(pairs);
+      for (int r = 0; r < R; r++) sums.at[r][v] = fma(splat(x[r * stride + k]), first, sums.at[r][v]);
+      for (int r = 0; r < R; r++) sums.at[r][v] = fma(splat(x[r * stride + k + 1]), second, sums.at[r][v]);
+    }
+  }
+  if (k < depth)
+    for (int v = 0; v < kVectors; v++) {
+      const vf first = even(load_pairs(w + 2 * v * kLanes));
+      for (int r = 0; r < R; r++) sums.at[r][v] = fma(splat(x[r * stride + k]), first, sums.at[r][v]);
+    }
+}
+
+// Rows [row, row + R) of one panel, over k in [begin, begin + depth).
+template <int R, class W>
+void tile(const Product& p, int64_t row, int64_t panel, const W* w, int64_t begin, int64_t depth) {
+  const int64_t column = panel * kPanel;
+  const int width = (int)(p.columns - column < kPanel ? p.columns - column : kPanel);
+  float* y = p.y + row * p.columns + column;
+  Sums<R> sums;
+  if (begin == 0)
+    sums.clear();
+  else
+    sums.load_from(y, p.columns, width);
+  multiply<R>(sums, p.x + row * p.inner + begin, p.inner, w, depth);
+  const bool last = begin + depth == p.inner;
+  sums.store_to(y, p.columns, width, last && p.bias ? p.bias + column : nullptr);
+}
+
+// A tile of `count` <= R rows.
+template <int R, class W>
+void tile_of(int count, const Product& p, int64_t row, int64_t panel, const W* w, int64_t begin, int64_t depth) {
+  if constexpr (R > 1) {
+    if (count < R) return tile_of<R - 1>(count, p, row, panel, w, begin, depth);
+  }
+  tile<R>(p, row, panel, w, begin, depth);
+}
+
+template <class W>
+void all_rows(const Product& p, int64_t panel, const W* w, int64_t begin, int64_t depth) {
+  // Tiles as equal as can be: a last one of a row or two would read the panel for little.
+  const int64_t tiles = (p.rows + kTileRows - 1) / kTileRows;
+  for (int64_t i = 0; i < tiles; i++) {
+    const int64_t row = i * p.rows / tiles, end = (i + 1) * p.rows / tiles;
+    tile_of<kTileRows>((int)(end - row), p, row, panel, w, begin, depth);
+  }
+}
+
+// k by k as float32, so that unpacking costs once what many tiles then read.
+void unpack_block(const bf16* w, int64_t depth, float* block) {
+  for (int64_t k = 0; k < depth; k += 2, w += 2 * kPanel, block += 2 * kPanel)
+    for (int v = 0; v < kVectors; v++) {
+      const vu pairs = load_pairs(w + 2 * v * kLanes);
+      store(block + v * kLanes, even(pairs));
+      store(block + kPanel + v * kLanes, odd(pairs));
+    }
+}
+
+void panel_product(const Product& p, int64_t panel, const float* w) {
+  w += panel * p.inner * kPanel;
+  const int64_t step = p.rows > kTileRows ? kDepth : p.inner;
+  for (int64_t k = 0; k < p.inner; k += step)
+    all_rows(p, panel, w + k * kPanel, k, p.inner - k < step ? p.inner - k : step);
+}
+
+void panel_product(const Product& p, int64_t panel, const bf16* w) {
+  w += panel * ((p.inner + 1) / 2) * 2 * kPanel;
+  if (p.rows <= kTileRows) return all_rows(p, panel, w, 0, p.inner);
+  alignas(64) float block[kDepth * kPanel];
+  for (int64_t k = 0; k < p.inner; k += kDepth) {
+    const int64_t depth = p.inner - k < kDepth ? p.inner - k : kDepth;
+    unpack_block(w + k * kPanel, depth, block);
+    all_rows(p, panel, block, k, depth);
+  }
+}
+
+template <class W>
+void linear(Threads& threads, const Product& p, const W* w) {
+  if (p.rows == 0) return;
+  threads.run(num_panels(p.columns), [&](int64_t panel) { panel_product(p, panel, w); });
+}
+
+// Where weight [column, k] lies.
+int64_t place(const float*, int64_t column, int64_t k, int64_t inner) {
+  return (column / kPanel * inner + k) * kPanel + column % kPanel;
+}
+int64_t place(const bf16*, int64_t column, int64_t k, int64_t inner) {
+  return ((column / kPanel * ((inner + 1) / 2) + k / 2) * kPanel + column % kPanel) * 2 + k % 2;
+}
+
+template <class W>
+void pack(Threads& threads, const W* weight, int64_t columns, int64_t inner, W* packed) {
+  const int64_t depth = sizeof(W) == 2 ? (inner + 1) / 2 * 2 : inner;
+  threads.run(num_panels(columns), [&](int64_t panel) {
+    const int64_t first = panel * kPanel;
+    std::memset(packed + first * depth, 0, kPanel * depth * sizeof(W));
+    for (int64_t n = first; n < first + kPanel && n < columns; n++)
+      for (int64_t k = 0; k < inner; k++) packed[place(packed, n, k, inner)] = weight[n * inner + k];
+  });
+}
+
+template <class W>
+void unpack(Threads& threads, const W* packed, int64_t columns, int64_t inner, W* weight) {
+  threads.run(columns, [&](int64_t n) {
+    for (int64_t k = 0; k < inner; k++) weight[n * inner + k] = packed[place(packed, n, k, inner)];
+  });
+}
+
+// The rows `ids` of the weight, as float32: a tied output head's weight is the embedding's table.
+template <class W>
+void gather(Threads& threads, const int64_t* ids, int64_t count, const W* packed, int64_t inner, float* out) {
+  threads.run(count, [&](int64_t i) {
+    for (int64_t k = 0; k < inner; k++) out[i * inner + k] = to_float(packed[place(packed, ids[i], k, inner)]);
+  });
+}
+
+}  // namespace
+}  // namespace motet
+
+using namespace motet;
+
+#define MOTET_LINEAR(W, SUFFIX)                                                                                  \
+  MOTET_API void motet_linear_##SUFFIX(Threads* threads, const float* x, int64_t rows, int64_t inner,            \
+                                       int64_t columns, const W* w, const float* bias, float* y) {               \
+    linear(*threads, Product{x, rows, inner, columns, bias, y}, w);                                              \
+  }                                                                                                              \
+  MOTET_API void motet_pack_##SUFFIX(Threads* threads, const W* weight, int64_t columns, int64_t inner,          \
+                                     W* packed) {                                                                \
+    pack(*threads, weight, columns, inner, packed);                                                              \
+  }                                                                                                              \
+  MOTET_API void motet_unpack_##SUFFIX(Threads* threads, const W* packed, int64_t columns, int64_t inner,        \
+                                       W* weight) {                                                              \
+    unpack(*threads, packed, columns, inner, weight);                                                            \
+  }                                                                                                              \
+  MOTET_API void motet_gather_##SUFFIX(Threads* threads, const int64_t* ids, int64_t count, const W* packed,     \
+                                       int64_t inner, float* out) {                                              \
+    gather(*threads, ids, count, packed, inner, out);                                                            \
+  }
+
+MOTET_LINEAR(float, f32)
+MOTET_LINEAR(bf16, bf16)

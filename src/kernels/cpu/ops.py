@@ -1,0 +1,123 @@
+"""The CPU backend: `Ops` on the native library."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from motet.kernels.cpu.library import Threads
+from motet.kernels.cpu.weights import PackedWeight
+from motet.kernels.ops import AttentionPlan, KVCache, LoRASlices, Ops, SamplingRows
+from motet.kernels.reference import ReferenceOps
+
+
+class CpuOps(Ops):
+    """Weights, KV cache and adapters in float32 or bf16; activations always in float32."""
+
+    def __init__(self, isa: str, library: ctypes.CDLL, dtype: torch.dtype, threads: int) -> None:
+        self.device, self.dtype = torch.device("cpu"), dtype
+        self.name = f"cpu ({isa})"
+        self.activations = torch.float32
+        self._library = library
+        self._threads = Threads(library, threads)
+        self._reference = ReferenceOps(self.device, torch.float32)
+
+    def _run(self, op: str, *arguments: Tensor | int | float | None) -> None:
+        """Calls an op of the library; a tensor, contiguous, stands for its address, None for no address."""
+        function = getattr(self._library, f"motet_{op}")
+        function(self._threads.handle, *[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments])
+
+    def pack_linear(self, weight: Tensor) -> PackedWeight:
+        columns, inner = weight.shape
+        packed = PackedWeight.empty(columns, inner, weight.dtype)
+        self._run(f"pack_{packed.format}", weight.contiguous(), columns, inner, packed.data)
+        return packed
+
+    def pack_table(self, table: Tensor) -> PackedWeight:
+        return self.pack_linear(table)
+
+    def unpack_linear(self, weight: PackedWeight) -> Tensor:
+        out = torch.empty(weight.columns, weight.inner, dtype=weight.data.dtype)
+        self._run(f"unpack_{weight.format}", weight.data, *out.shape, out)
+        return out
+
+    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        y = torch.empty(len(x), weight.columns)
+        x = x.contiguous()
+        sizes = (len(x), weight.inner, weight.columns)
+        self._run(f"linear_{weight.format}", x, *sizes, weight.data, bias, y)
+        return y
+
+    def embedding(self, ids: Tensor, table: PackedWeight) -> Tensor:
+        out = torch.empty(len(ids), table.inner)
+        self._run(f"gather_{table.format}", ids, len(ids), table.data, table.inner, out)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._reference.add_rms_norm(x, residual, weight, eps)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._reference.rms_norm(x, weight, eps)
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        return self._reference.silu_and_mul(x)
+
+    def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
+        return self._reference.gelu_tanh_and_mul(x)
+
+    def new_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVCache:
+        return self._reference.new_kv_cache(num_blocks, block_size, num_kv_heads, head_dim)
+
+    def copy_kv_blocks(self, kv: KVCache, sources: Tensor, destinations: Tensor, block_size: int) -> None:
+        return self._reference.copy_kv_blocks(kv, sources, destinations, block_size)
+
+    def rope_and_store_kv(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv: KVCache,
+        slot_mapping: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+    ) -> Tensor:
+        return self._reference.rope_and_store_kv(qkv, cos, sin, kv, slot_mapping, num_heads, num_kv_heads)
+
+    def plan_attention(
+        self,
+        cu_seqlens_q: Tensor,
+        seq_lens: Tensor,
+        block_tables: Tensor,
+        block_size: int,
+        window: int | None = None,
+    ) -> AttentionPlan:
+        return self._reference.plan_attention(cu_seqlens_q, seq_lens, block_tables, block_size, window)
+
+    def paged_attention(
+        self, q: Tensor, kv: KVCache, plan: AttentionPlan, scale: float, softcap: float | None = None
+    ) -> Tensor:
+        return self._reference.paged_attention(q, kv, plan, scale, softcap)
+
+    def lora_shrink(self, x: Tensor, arena: Tensor, slices: LoRASlices, segments: Tensor) -> Tensor:
+        return self._reference.lora_shrink(x, arena, slices, segments)
+
+    def lora_shrink_ids(
+        self, ids: Tensor, vocab_size: int, arena: Tensor, slices: LoRASlices, segments: Tensor
+    ) -> Tensor:
+        return self._reference.lora_shrink_ids(ids, vocab_size, arena, slices, segments)
+
+    def lora_expand(
+        self, h: Tensor, arena: Tensor, slices: LoRASlices, segments: Tensor, out: Tensor
+    ) -> None:
+        return self._reference.lora_expand(h, arena, slices, segments, out)
+
+    def lora_rescale(self, arena: Tensor, slices: LoRASlices, segments: Tensor, out: Tensor) -> None:
+        return self._reference.lora_rescale(arena, slices, segments, out)
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        return self._reference.sample(logits, rows)
+
+    def logprobs(self, logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self._reference.logprobs(logits, chosen, k)

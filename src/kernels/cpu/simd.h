@@ -1,0 +1,160 @@
+// Vectors of floats, as wide as the registers of the instruction set that this file is compiled for.
+//
+// All arithmetic of the library goes through these few names. `+ - * /` and comparisons are the compiler's own vector
+// extensions; what those lack is here, once for each instruction set. No product is fused with a sum behind
+// our back (-ffp-contract=off): the same numbers in the same order give the same bits wherever an op meets them.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace motet {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(kLanes * 4)));
+typedef int32_t vi __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t vu __attribute__((vector_size(kLanes * 4)));
+
+using bf16 = uint16_t;  // the upper half of a float
+
+#define MOTET_INLINE inline __attribute__((always_inline))
+
+MOTET_INLINE vf splat(float x) { return x - vf{}; }
+MOTET_INLINE vi splat_i(int32_t x) { return x - vi{}; }
+MOTET_INLINE vu bits(vf x) { return (vu)x; }
+MOTET_INLINE vf from_bits(vu x) { return (vf)x; }
+
+MOTET_INLINE vf load(const float* p) {
+  vf x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+MOTET_INLINE void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
+
+// The first n < kLanes numbers; the rest is 0, and not read.
+MOTET_INLINE vf load_first(const float* p, int n) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+#else
+  vf x = {};
+  std::memcpy(&x, p, n * sizeof(float));
+  return x;
+#endif
+}
+MOTET_INLINE void store_first(float* p, vf x, int n) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)x);
+#else
+  std::memcpy(p, &x, n * sizeof(float));
+#endif
+}
+
+// a * b + c, rounded once where the hardware can.
+MOTET_INLINE vf fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+  return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+MOTET_INLINE vf select(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+
+MOTET_INLINE vf max(vf a, vf b) { return select(a > b, a, b); }
+MOTET_INLINE vf min(vf a, vf b) { return select(a < b, a, b); }
+
+// Sums and maxima of all lanes, always in the same order.
+MOTET_INLINE float sum(vf x) {
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+MOTET_INLINE float max(vf x) {
+  float lanes[kLanes];
+  store(lanes, x);
+  float best = lanes[0];
+  for (int i = 1; i < kLanes; i++) best = lanes[i] > best ? lanes[i] : best;
+  return best;
+}
+
+// Rounds to the nearest whole number, halves to even. |x| < 2^22.
+MOTET_INLINE vf round_even(vf x) {
+  const vf shift = splat(12582912.0f);  // 1.5 * 2^23
+  return (x + shift) - shift;
+}
+
+// e^x within 2 units in the last place; 0 below -87.3, as for -inf; x above 88 is taken as 88.
+MOTET_INLINE vf exp(vf x) {
+  const vi vanishes = x < splat(-87.3f);
+  x = min(x, splat(88.0f));
+  x = select(vanishes, splat(0.0f), x);
+  const vf n = round_even(x * splat(1.44269504f));
+  vf r = fma(n, splat(-0.693359375f), x);  // ln 2 in two parts
+  r = fma(n, splat(2.12194440e-4f), r);
+  vf p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r) + splat(1.0f);
+  const vi exponent = __builtin_convertvector(n, vi);
+  const vf scaled = (vf)((vi)p + (exponent << 23));
+  return select(vanishes, splat(0.0f), scaled);
+}
+
+// kLanes bf16 numbers -> floats.
+MOTET_INLINE vf load(const bf16* p) {
+  typedef uint16_t vh __attribute__((vector_size(kLanes * 2)));
+  vh half;
+  std::memcpy(&half, p, sizeof half);
+  return from_bits(__builtin_convertvector(half, vu) << 16);
+}
+
+// Pairs of bf16, one pair a lane -> the even or the odd ones as floats.
+MOTET_INLINE vf even(vu pairs) { return from_bits(pairs << 16); }
+MOTET_INLINE vf odd(vu pairs) { return from_bits(pairs & 0xffff0000u); }
+MOTET_INLINE vu load_pairs(const bf16* p) {
+  vu x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
+MOTET_INLINE float to_float(float x) { return x; }
+MOTET_INLINE float to_float(bf16 x) {
+  const uint32_t wide = (uint32_t)x << 16;
+  float y;
+  std::memcpy(&y, &wide, sizeof y);
+  return y;
+}
+
+// Rounded to nearest, halves to even; NaN stays NaN.
+MOTET_INLINE bf16 to_bf16(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, sizeof u);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return (bf16)((u >> 16) | 0x40);
+  return (bf16)((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+}
+MOTET_INLINE void assign(float& to, float x) { to = x; }
+MOTET_INLINE void assign(bf16& to, float x) { to = to_bf16(x); }
+
+}  // namespace motet

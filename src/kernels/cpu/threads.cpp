@@ -1,0 +1,91 @@
+#include "threads.h"
+
+#include "abi.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace motet {
+
+namespace {
+
+// How often a worker looks for the next op before it sleeps: some 50 µs, more than lies between two ops of a step and
+// little enough that a neighbour process gets the core (a barrier that spins on halves both's speed).
+constexpr int kLooks = 1500;
+
+inline void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+
+inline bool has_part(uint64_t offer) { return (offer & 0xfffff) < ((offer >> 20) & 0xfffff); }
+
+}  // namespace
+
+Threads::Threads(int count) {
+  for (int i = 1; i < count; i++) workers_.emplace_back([this] { serve(); });
+}
+
+Threads::~Threads() {
+  {
+    std::lock_guard<std::mutex> hold(mutex_);
+    closing_ = true;
+  }
+  wake_.notify_all();
+  for (std::thread& worker : workers_) worker.join();
+}
+
+bool Threads::work_one() {
+  uint64_t offer = offer_.load(std::memory_order_acquire);
+  do {
+    if (!has_part(offer)) return false;
+  } while (!offer_.compare_exchange_weak(offer, offer + 1, std::memory_order_acq_rel, std::memory_order_acquire));
+  // The job stands still until this part is done.
+  job_.call(job_.body, job_.first, (int64_t)(offer & 0xfffff));
+  done_.fetch_add(1, std::memory_order_release);
+  return true;
+}
+
+void Threads::share(int64_t parts, Job job) {
+  job_ = job;
+  done_.store(0, std::memory_order_relaxed);
+  const uint64_t generation = (offer_.load(std::memory_order_relaxed) >> 40) + 1;
+  offer_.store(generation << 40 | (uint64_t)parts << 20, std::memory_order_seq_cst);
+  if (asleep_.load(std::memory_order_seq_cst) > 0) {
+    { std::lock_guard<std::mutex> hold(mutex_); }
+    wake_.notify_all();
+  }
+  while (work_one()) {
+  }
+  for (int looks = 0; done_.load(std::memory_order_acquire) < parts; looks++) {
+    if (looks < kLooks)
+      pause();
+    else
+      std::this_thread::yield();  // whoever has the last part may wait for this very core
+  }
+}
+
+void Threads::serve() {
+  for (;;) {
+    for (int looks = 0; looks < kLooks; looks++) {
+      if (work_one())
+        looks = 0;
+      else
+        pause();
+    }
+    std::unique_lock<std::mutex> hold(mutex_);
+    asleep_.fetch_add(1, std::memory_order_seq_cst);
+    wake_.wait(hold, [this] { return closing_ || has_part(offer_.load(std::memory_order_seq_cst)); });
+    asleep_.fetch_sub(1, std::memory_order_relaxed);
+    if (closing_) return;
+  }
+}
+
+}  // namespace motet
+
+using motet::Threads;
+
+MOTET_API Threads* motet_threads_new(int count) { return new Threads(count); }
+MOTET_API void motet_threads_delete(Threads* threads) { delete threads; }
