@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,9 @@ KVCache = Any
 
 AttentionPlan = Any
 """What a backend works out once per step for the attention of all layers."""
+
+Replay = Callable[[Sequence[Tensor]], Tensor]
+"""A recorded step: given inputs of the recorded shapes, what the step returns of them, valid until the next replay."""
 
 
 class LoRASlices(NamedTuple):
@@ -70,6 +74,14 @@ class Ops(ABC):
 
     activations: torch.dtype
     """A: of what flows through the model, and of the small parameters, norms and biases. D or float32."""
+
+    def record(self, step: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Replay | None:
+        """Runs a step and gives what runs it again on other inputs, with little beside the ops themselves.
+
+        inputs: every array that the step reads and that differs from step to step; all else stays as it is: the
+        weights, the KV caches, the number of rows. None: this backend records nothing, or nothing of this step.
+        """
+        return None
 
     @abstractmethod
     def pack_linear(self, weight: Tensor) -> LinearWeight:

@@ -67,6 +67,7 @@ def open_library() -> tuple[str, ctypes.CDLL]:
     for name, parameters in _OPS.items():
         function = getattr(library, f"motet_{name}")
         function.argtypes, function.restype = (handle, *(_KINDS[p] for p in parameters)), None
+    library.motet_replay.argtypes, library.motet_replay.restype = (handle, handle, ctypes.c_int64), None
     return isa, library
 
 

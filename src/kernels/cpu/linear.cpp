@@ -214,6 +214,7 @@ using namespace motet;
                                        int64_t columns, const W* w, const float* bias, float* y) {               \
     linear(*threads, Product{x, rows, inner, columns, bias, y}, w);                                              \
   }                                                                                                              \
+  MOTET_RECORDABLE(motet_linear_##SUFFIX)                                                                        \
   MOTET_API void motet_pack_##SUFFIX(Threads* threads, const W* weight, int64_t columns, int64_t inner,          \
                                      W* packed) {                                                                \
     pack(*threads, weight, columns, inner, packed);                                                              \
@@ -225,7 +226,8 @@ using namespace motet;
   MOTET_API void motet_gather_##SUFFIX(Threads* threads, const int64_t* ids, int64_t count, const W* packed,     \
                                        int64_t inner, float* out) {                                              \
     gather(*threads, ids, count, packed, inner, out);                                                            \
-  }
+  }                                                                                                              \
+  MOTET_RECORDABLE(motet_gather_##SUFFIX)
 
 MOTET_LINEAR(float, f32)
 MOTET_LINEAR(bf16, bf16)

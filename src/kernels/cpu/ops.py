@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import logging
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from motet.kernels.cpu.library import Threads
+from motet.kernels.cpu.recording import Argument, NotRecordable, Program, Recording, Watch
 from motet.kernels.cpu.weights import PackedWeight
-from motet.kernels.ops import AttentionPlan, KVCache, LoRASlices, Ops, SamplingRows
+from motet.kernels.ops import AttentionPlan, KVCache, LoRASlices, Ops, Replay, SamplingRows
 from motet.kernels.reference import ReferenceOps
+
+logger = logging.getLogger("motet")
 
 
 class CpuOps(Ops):
@@ -22,12 +27,33 @@ class CpuOps(Ops):
         self.activations = torch.float32
         self._library = library
         self._threads = Threads(library, threads)
+        self._recording: Recording | None = None
+        self._arena = torch.empty(0, dtype=torch.uint8)
+        """Where programs keep their tensors between ops; only one runs at a time."""
         self._reference = ReferenceOps(self.device, torch.float32)
 
-    def _run(self, op: str, *arguments: Tensor | int | float | None) -> None:
+    def _run(self, op: str, *arguments: Argument) -> None:
         """Calls an op of the library; a tensor, contiguous, stands for its address, None for no address."""
+        if self._recording is not None:
+            self._recording.calls.append((op, arguments))
         function = getattr(self._library, f"motet_{op}")
         function(self._threads.handle, *[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments])
+
+    def record(self, step: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Replay | None:
+        recording = Recording()
+        self._recording = recording
+        try:
+            with Watch(recording):
+                output = step()
+        except NotRecordable as why:
+            logger.info("steps are not recorded: %s", why)
+            return None
+        finally:
+            self._recording = None
+        program = Program(self._library, recording, inputs, output)
+        if program.arena_bytes > len(self._arena):
+            self._arena = torch.empty(program.arena_bytes, dtype=torch.uint8)
+        return lambda inputs: program.run(self._threads, inputs, self._arena)
 
     def pack_linear(self, weight: Tensor) -> PackedWeight:
         columns, inner = weight.shape
