@@ -1,0 +1,36 @@
+"""The native library of the CPU backend: the same C++ sources, built once for each instruction set.
+
+Everything else about the package stands in pyproject.toml. A build that fails, for want of a compiler or on another
+processor, is left out with a warning: the package works without.
+"""
+
+from glob import glob
+
+from setuptools import Extension, setup
+
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
+ISAS = {
+    "avx512_vnni": [*AVX512, "-mavx512vnni"],
+    "avx512": AVX512,
+    "avx2": ["-mavx2", "-mfma"],
+    "portable": [],
+}
+"""Compiler flags of each build that `motet.kernels.cpu.library` knows."""
+
+FLAGS = ["-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
+
+setup(
+    ext_modules=[
+        Extension(
+            f"motet.kernels.cpu._{isa}",
+            sources=sorted(glob("src/kernels/cpu/*.cpp")),
+            depends=glob("src/kernels/cpu/*.h"),
+            extra_compile_args=[*FLAGS, *flags],
+            extra_link_args=["-pthread"],
+            language="c++",
+            py_limited_api=True,
+            optional=True,
+        )
+        for isa, flags in ISAS.items()
+    ],
+)
