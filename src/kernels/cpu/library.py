@@ -47,13 +47,13 @@ def usable_isas() -> list[str]:
     return [isa for isa, needed in ISAS.items() if features & needed == needed and _file(isa).exists()]
 
 
-def open_library() -> tuple[str, ctypes.CDLL]:
-    """The best usable build, or the one that MOTET_CPU_ISA names; its name and its functions.
+def open_library(isa: str | None = None) -> tuple[str, ctypes.CDLL]:
+    """The build `isa`, or else what MOTET_CPU_ISA names, or else the best usable one; its name and its functions.
 
-    Raises NoNativeLibrary if there is none, ValueError if the variable names one that cannot be used.
+    Raises NoNativeLibrary if there is none, ValueError if the one that is named cannot be used.
     """
     usable = usable_isas()
-    isa = os.environ.get(ISA_VARIABLE) or (usable[0] if usable else None)
+    isa = isa or os.environ.get(ISA_VARIABLE) or (usable[0] if usable else None)
     if isa is None:
         raise NoNativeLibrary("motet was installed without a C++ compiler, so it has no native library")
     if isa not in usable:

@@ -1,0 +1,104 @@
+"""Recorded steps: what a replay computes, where its tensors lie, and what cannot be recorded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from motet.kernels.cpu.ops import CpuOps
+from motet.kernels.cpu.recording import _lay_out
+from tests.kernels.cpu.conftest import MakeOps
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Network:
+    """An embedding and linears one behind another."""
+
+    def __init__(self, ops: CpuOps) -> None:
+        self._ops = ops
+        self._table = ops.pack_table(random(50, 24))
+        self._weights = [ops.pack_linear(random(24, 24, seed=i) / 5) for i in range(1, 9)]
+        self._last = ops.pack_linear(random(7, 24, seed=9))
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        x = self._ops.embedding(ids, self._table)
+        for weight in self._weights:
+            x = self._ops.linear(x, weight)
+        return self._ops.linear(x, self._last)
+
+
+@pytest.fixture
+def ops(make_ops: MakeOps) -> CpuOps:
+    return make_ops()
+
+
+def test_a_replay_computes_the_step_on_other_inputs(ops: CpuOps) -> None:
+    network = Network(ops)
+    with torch.inference_mode():
+        ids = torch.tensor([3, 1, 4])
+        replay = ops.record(lambda: network(ids), [ids])
+        assert replay is not None
+        for seed in range(5):
+            others = torch.randint(0, 50, (3,), generator=torch.Generator().manual_seed(seed))
+            assert torch.equal(replay([others]), network(others))
+
+
+def test_replays_of_different_shapes_share_one_arena_and_stay_right_when_it_grows(ops: CpuOps) -> None:
+    network = Network(ops)
+    with torch.inference_mode():
+        replays = {}
+        for rows in (1, 2, 40):
+            ids = torch.arange(rows)
+            replays[rows] = ops.record(lambda ids=ids: network(ids), [ids])
+        for rows in (40, 1, 2, 1):
+            ids = torch.arange(rows) + 5
+            replay = replays[rows]
+            assert replay is not None
+            assert torch.equal(replay([ids]), network(ids))
+
+
+def test_a_step_that_torch_computes_in_part_is_not_recorded(
+    ops: CpuOps, caplog: pytest.LogCaptureFixture
+) -> None:
+    network = Network(ops)
+    ids = torch.arange(3)
+    with torch.inference_mode(), caplog.at_level("INFO", "motet"):
+        assert ops.record(lambda: network(ids) * 2, [ids]) is None
+    assert "aten.mul" in caplog.text
+    assert network(ids).shape == (3, 7), "the backend is of use afterwards"
+
+
+def test_an_error_in_a_step_leaves_no_recording_behind(ops: CpuOps) -> None:
+    def step() -> Tensor:
+        raise RuntimeError("out of order")
+
+    with pytest.raises(RuntimeError, match="out of order"):
+        ops.record(step, [])
+    ids = torch.arange(3)
+    assert ops.record(lambda: Network(ops)(ids), [ids]) is None, "packing is no part of a step"
+    network = Network(ops)
+    with torch.inference_mode():
+        assert ops.record(lambda: network(ids), [ids]) is not None
+
+
+lifetimes = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 8), st.integers(0, 300)), max_size=25)
+
+
+@settings(max_examples=200)
+@given(lifetimes)
+def test_tensors_that_live_at_once_never_overlap(spans: list[tuple[int, int, int]]) -> None:
+    lives = {i: (first, first + length) for i, (first, length, _) in enumerate(spans)}
+    sizes = [size for _, _, size in spans]
+    starts, total = _lay_out(lives, sizes)
+    for i, (first, last) in lives.items():
+        assert starts[i] % 64 == 0
+        assert starts[i] + sizes[i] <= total
+        for j in range(i):
+            apart = starts[i] + sizes[i] <= starts[j] or starts[j] + sizes[j] <= starts[i]
+            assert apart or lives[j][1] < first or last < lives[j][0]
