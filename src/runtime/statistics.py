@@ -55,6 +55,7 @@ class StatisticsKeeper:
         self._backend = backend
         self._clock = clock
         self._tokens: deque[tuple[float, int]] = deque()
+        self._num_tokens = 0  # their sum: adding them up anew in each step would show
         self._ends: deque[float] = deque(maxlen=32)
         self._per_adapter: Counter[str] = Counter()
         self._per_tenant: Counter[str] = Counter()
@@ -71,7 +72,9 @@ class StatisticsKeeper:
                 del counter[key]
 
     def count(self, deltas: Sequence[Delta]) -> None:
-        self._tokens.append((self._clock(), sum(delta.sample is not None for delta in deltas)))
+        num_tokens = sum(delta.sample is not None for delta in deltas)
+        self._tokens.append((self._clock(), num_tokens))
+        self._num_tokens += num_tokens
 
     def snapshot(self) -> EngineStats:
         scheduler, pool = self._scheduler, self._scheduler.kv.pool
@@ -97,11 +100,12 @@ class StatisticsKeeper:
     def _rate(self) -> float:
         if not self._per_tenant:  # idle: what was, says nothing about now
             self._tokens.clear()
+            self._num_tokens = 0
             return 0.0
         now = self._clock()
         while self._tokens and self._tokens[0][0] < now - RATE_WINDOW:
-            self._tokens.popleft()
+            self._num_tokens -= self._tokens.popleft()[1]
         if not self._tokens or self._tokens[0][0] == self._tokens[-1][0]:
             return 0.0
         (first, before), (last, _) = self._tokens[0], self._tokens[-1]
-        return (sum(n for _, n in self._tokens) - before) / (last - first)
+        return (self._num_tokens - before) / (last - first)
