@@ -58,8 +58,8 @@ class GraniteLayer:
         hidden, inner = config.hidden_size, config.intermediate_size
         kv_size = config.num_key_value_heads * config.head_dim
         attention, mlp = f"{self.path}.self_attn", f"{self.path}.mlp"
-        self.input_norm = torch.empty(hidden, dtype=ops.dtype, device=ops.device)
-        self.post_norm = torch.empty(hidden, dtype=ops.dtype, device=ops.device)
+        self.input_norm = torch.empty(hidden, dtype=ops.activations, device=ops.device)
+        self.post_norm = torch.empty(hidden, dtype=ops.activations, device=ops.device)
         self.qkv = make_linear(
             ops,
             kind="column",
@@ -132,7 +132,7 @@ class Granite:
             config.vocab_size, config.hidden_size, dtype=ops.dtype, device=ops.device
         )
         self.layers = [GraniteLayer(config, ops, i) for i in range(config.num_hidden_layers)]
-        self.norm = torch.empty(config.hidden_size, dtype=ops.dtype, device=ops.device)
+        self.norm = torch.empty(config.hidden_size, dtype=ops.activations, device=ops.device)
         head = [("lm_head", config.vocab_size)]
         self.lm_head: Linear | None = None  # tied: the embedding serves
         if not config.tie_word_embeddings:
@@ -165,6 +165,7 @@ class Granite:
     def finish_loading(self) -> None:
         for linear in [*self.linears, *([] if self.lm_head is None else [self.lm_head])]:
             linear.pack()
+        self.embedding = self.ops.pack_table(self.embedding)
 
     def forward(self, batch: ForwardBatch, kv_caches: Sequence[KVCache]) -> Tensor:
         x = self.ops.embedding(batch.input_ids, self.embedding) * self.config.embedding_multiplier
@@ -181,4 +182,5 @@ class Granite:
         """As `Ops.rope_and_store_kv` takes them: each angle for both halves, sin's first half negated."""
         angles = positions[:, None].float() * self.frequencies
         cos, sin = angles.cos(), angles.sin()
-        return torch.cat((cos, cos), -1).to(self.ops.dtype), torch.cat((-sin, sin), -1).to(self.ops.dtype)
+        dtype = self.ops.activations
+        return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)

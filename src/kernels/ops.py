@@ -115,6 +115,36 @@ class Ops(ABC):
         """x / sqrt(mean(x²) + eps) · weight, as `add_rms_norm`. x [..., N] A, weight [N] A or float32."""
 
     @abstractmethod
+    def rms_norm_heads(self, x: Tensor, first: int, last: int, weight: Tensor, eps: float) -> None:
+        """`rms_norm`, in place, of each head in the columns [first, last) of x; a head is as wide as the weight.
+
+        x [T, N] A, weight [head_dim] A or float32; last - first is a multiple of head_dim.
+        """
+
+    @abstractmethod
+    def zeros_like(self, x: Tensor) -> Tensor:
+        """An empty residual stream. x [T, H] A -> [T, H] A."""
+
+    @abstractmethod
+    def scale(self, x: Tensor, by: float) -> None:
+        """x *= by, in place. x [T, H] A."""
+
+    @abstractmethod
+    def add_residual(self, x: Tensor, residual: Tensor) -> None:
+        """residual += x, in place. Both [T, H] A."""
+
+    @abstractmethod
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """x[rows]. x [T, H] A, rows [R] int64 -> [R, H] A."""
+
+    @abstractmethod
+    def as_logits(self, y: Tensor, softcap: float | None = None) -> Tensor:
+        """y in float32; with a softcap, softcap · tanh(y / softcap) (arXiv 2408.00118).
+
+        y [R, V] A, whose memory it may take over -> [R, V] float32.
+        """
+
+    @abstractmethod
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """silu(x[:, :N]) · x[:, N:] (SwiGLU, arXiv 2002.05202). x [T, 2N] A -> [T, N] A."""
 

@@ -69,6 +69,27 @@ class ReferenceOps(Ops):
             return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, eps)
 
+    def rms_norm_heads(self, x: Tensor, first: int, last: int, weight: Tensor, eps: float) -> None:
+        size = weight.shape[0]
+        heads = x[:, first:last].view(len(x), (last - first) // size, size)
+        heads.copy_(self.rms_norm(heads, weight, eps))
+
+    def zeros_like(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    def scale(self, x: Tensor, by: float) -> None:
+        x *= by
+
+    def add_residual(self, x: Tensor, residual: Tensor) -> None:
+        residual += x
+
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        return x[rows]
+
+    def as_logits(self, y: Tensor, softcap: float | None = None) -> Tensor:
+        y = y.float()
+        return y if softcap is None else (y / softcap).tanh_().mul_(softcap)
+
     def silu_and_mul(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)

@@ -30,6 +30,16 @@ _OPS: Mapping[str, str] = MappingProxyType(
         "unpack_bf16": "piip",
         "gather_f32": "pipip",
         "gather_bf16": "pipip",
+        "rms_norm": "ppiifp",
+        "add_rms_norm": "pppiifp",
+        "rms_norm_heads": "piiiipif",
+        "silu_and_mul": "piip",
+        "gelu_tanh_and_mul": "piip",
+        "zero": "pi",
+        "scale": "pif",
+        "add_residual": "ppi",
+        "take_rows": "pipip",
+        "softcap": "pif",
     }
 )
 """What each op takes behind the threads, as the C++ sources have it: p an address, i an int64, f a float."""

@@ -82,16 +82,51 @@ class CpuOps(Ops):
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._reference.add_rms_norm(x, residual, weight, eps)
+        y = torch.empty(x.shape)
+        self._run("add_rms_norm", x.contiguous(), residual, _of_norm(weight), *x.shape, eps, y)
+        return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._reference.rms_norm(x, weight, eps)
+        y = torch.empty(x.shape)
+        size = len(weight)
+        self._run("rms_norm", x.contiguous(), _of_norm(weight), y.numel() // size, size, eps, y)
+        return y
+
+    def rms_norm_heads(self, x: Tensor, first: int, last: int, weight: Tensor, eps: float) -> None:
+        self._run("rms_norm_heads", x, *x.shape, first, last, _of_norm(weight), len(weight), eps)
+
+    def zeros_like(self, x: Tensor) -> Tensor:
+        y = torch.empty(x.shape)
+        self._run("zero", y, y.numel())
+        return y
+
+    def scale(self, x: Tensor, by: float) -> None:
+        self._run("scale", x, x.numel(), float(by))
+
+    def add_residual(self, x: Tensor, residual: Tensor) -> None:
+        self._run("add_residual", x.contiguous(), residual, residual.numel())
+
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        y = torch.empty(len(rows), x.shape[1])
+        self._run("take_rows", x.contiguous(), x.shape[1], rows, len(rows), y)
+        return y
+
+    def as_logits(self, y: Tensor, softcap: float | None = None) -> Tensor:
+        if softcap is not None:
+            self._run("softcap", y, y.numel(), float(softcap))
+        return y
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        return self._reference.silu_and_mul(x)
+        return self._gate("silu_and_mul", x)
 
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
-        return self._reference.gelu_tanh_and_mul(x)
+        return self._gate("gelu_tanh_and_mul", x)
+
+    def _gate(self, op: str, x: Tensor) -> Tensor:
+        rows, size = x.shape[0], x.shape[1] // 2
+        y = torch.empty(rows, size)
+        self._run(op, x.contiguous(), rows, size, y)
+        return y
 
     def new_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVCache:
         return self._reference.new_kv_cache(num_blocks, block_size, num_kv_heads, head_dim)
@@ -147,3 +182,10 @@ class CpuOps(Ops):
 
     def logprobs(self, logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         return self._reference.logprobs(logits, chosen, k)
+
+
+def _of_norm(weight: Tensor) -> Tensor:
+    """A model of the application's own may have made it in the dtype of its linears."""
+    if weight.dtype != torch.float32:
+        raise TypeError(f"a norm's weight is {weight.dtype}; make it in Ops.activations, here torch.float32")
+    return weight

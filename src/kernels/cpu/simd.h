@@ -122,6 +122,21 @@ MOTET_INLINE vf exp(vf x) {
   return select(vanishes, splat(0.0f), scaled);
 }
 
+// Within 2 units in the last place: a polynomial (Cephes' tanhf) where 1 - 2 / (e^2x + 1) would lose what is small.
+MOTET_INLINE vf tanh(vf x) {
+  const vf magnitude = from_bits(bits(x) & 0x7fffffffu);
+  const vf square = x * x;
+  vf p = splat(-5.70498872745e-3f);
+  p = fma(p, square, splat(2.06390887954e-2f));
+  p = fma(p, square, splat(-5.37397155531e-2f));
+  p = fma(p, square, splat(1.33314422036e-1f));
+  p = fma(p, square, splat(-3.33332819422e-1f));
+  p = fma(p * square, x, x);
+  const vf far = splat(1.0f) - splat(2.0f) / (exp(magnitude + magnitude) + splat(1.0f));
+  const vf far_signed = from_bits(bits(far) | (bits(x) & 0x80000000u));
+  return select(magnitude < splat(0.625f), p, far_signed);
+}
+
 // kLanes bf16 numbers -> floats.
 MOTET_INLINE vf load(const bf16* p) {
   typedef uint16_t vh __attribute__((vector_size(kLanes * 2)));

@@ -29,6 +29,7 @@ class Decoder:
         self.config = config
         self.vocab_size = config.vocab_size
         self.max_model_len = config.max_model_len
+        self._ops = ops
         self._embedding_scale = torch.tensor(
             config.embedding_scale, dtype=ops.activations
         ).item()  # rounded as A is
@@ -79,16 +80,14 @@ class Decoder:
         self._lm_head.pack()
 
     def forward(self, batch: ForwardBatch, kv_caches: Sequence[KVCache]) -> Tensor:
+        ops = self._ops
         x = self._embedding(batch)
         if self._embedding_scale != 1.0:
-            x *= self._embedding_scale
-        residual = torch.zeros_like(x)
+            ops.scale(x, self._embedding_scale)
+        residual = ops.zeros_like(x)
         ropes = [rope.cos_sin(batch.positions) for rope in self._ropes]
         for layer, rope, kv in zip(self._layers, self._rope_of_layer, kv_caches, strict=True):
             x = layer.forward(batch, x, residual, ropes[rope], kv)
         rows = batch.logits_rows
-        x = self._norm.add(x[rows], residual[rows])
-        logits = self._lm_head(batch, x).float()
-        if (softcap := self.config.logit_softcap) is not None:
-            logits = (logits / softcap).tanh_().mul_(softcap)
-        return logits
+        x = self._norm.add(ops.take_rows(x, rows), ops.take_rows(residual, rows))
+        return ops.as_logits(self._lm_head(batch, x), self.config.logit_softcap)

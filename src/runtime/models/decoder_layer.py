@@ -111,6 +111,7 @@ class DecoderLayer(ABC):
     def __init__(self, config: DecoderConfig, ops: Ops, index: int) -> None:
         path = f"model.layers.{index}"
         self._path = path
+        self._ops = ops
         self._attention = Attention(config, ops, index, f"{path}.self_attn")
         self._mlp = GatedMLP(config, ops, index, f"{path}.mlp")
         self._norms = tuple(
@@ -168,8 +169,9 @@ class PostNormLayer(DecoderLayer):
         self, batch: ForwardBatch, x: Tensor, residual: Tensor, rope: tuple[Tensor, Tensor], kv: KVCache
     ) -> Tensor:
         after_attention, after_mlp = self._norms
-        residual += x
-        residual += after_attention(self._attention(batch, residual, rope, kv))
+        self._ops.add_residual(x, residual)
+        x = after_attention(self._attention(batch, residual, rope, kv))
+        self._ops.add_residual(x, residual)
         return after_mlp(self._mlp(batch, residual))
 
 

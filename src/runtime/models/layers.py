@@ -78,6 +78,10 @@ class RMSNorm:
         """residual += x, in place, and its norm. Both [T, size] A."""
         return self._ops.add_rms_norm(x, residual, self._weight, self._eps)
 
+    def of_heads(self, x: Tensor, first: int, last: int) -> None:
+        """In place, of each `size` values in the columns [first, last) of x [T, N] A."""
+        self._ops.rms_norm_heads(x, first, last, self._weight, self._eps)
+
 
 @dataclass(frozen=True)
 class OffsetWeight(Weight):
@@ -101,10 +105,8 @@ class QKNorm:
 
     def __call__(self, qkv: Tensor) -> None:
         """qkv [T, q_size + 2 kv_size] A: q, k, v side by side; q and k in place."""
-        q, k = qkv[:, : self.q_size], qkv[:, self.q_size : self.q_size + self.kv_size]
-        for part, norm in ((q, self.q_norm), (k, self.k_norm)):
-            heads = part.view(len(part), -1, norm.weight.shape[0])
-            heads.copy_(norm(heads))
+        self.q_norm.of_heads(qkv, 0, self.q_size)
+        self.k_norm.of_heads(qkv, self.q_size, self.q_size + self.kv_size)
 
     def weights(self) -> dict[str, Weight]:
         return {
