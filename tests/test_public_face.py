@@ -117,6 +117,7 @@ DEFAULTS = {
         "name": None,
         "device": "auto",
         "dtype": "auto",
+        "quantization": None,
         "threads": None,
         "max_model_len": None,
         "max_num_seqs": 64,

@@ -13,10 +13,12 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from motet.errors import ModelError
 
 logger = logging.getLogger("motet")
 
@@ -31,6 +33,9 @@ AttentionPlan = Any
 
 Replay = Callable[[Sequence[Tensor]], Tensor]
 """A recorded step: given inputs of the recorded shapes, what the step returns of them, valid until the next replay."""
+
+Quantization = Literal["int8"]
+"""What the weights of linears and tables become at packing, as in `EngineConfig`."""
 
 
 class LoRASlices(NamedTuple):
@@ -93,7 +98,7 @@ class Ops(ABC):
 
     @abstractmethod
     def unpack_linear(self, weight: LinearWeight) -> Tensor:
-        """The [N, K] D that was packed; it may share the memory."""
+        """The [N, K] D that was packed, as far as its format kept it; it may share the memory."""
 
     @abstractmethod
     def linear(self, x: Tensor, weight: LinearWeight, bias: Tensor | None = None) -> Tensor:
@@ -264,11 +269,13 @@ class Ops(ABC):
         """
 
 
-def select_ops(device: str, dtype: str, threads: int | None = None) -> Ops:
+def select_ops(
+    device: str, dtype: str, threads: int | None = None, quantization: Quantization | None = None
+) -> Ops:
     """The best backend for a device and dtype ("auto" or a name, as in `EngineConfig`).
 
     threads: of the native CPU backend; None: as many as torch uses. Without the native library it is the reference
-    backend, and a warning says why.
+    backend, and a warning says why; quantization is then a `ModelError`.
     """
     from motet.kernels.cpu.library import NoNativeLibrary, open_library
     from motet.kernels.cpu.ops import CpuOps
@@ -280,6 +287,11 @@ def select_ops(device: str, dtype: str, threads: int | None = None) -> Ops:
     try:
         isa, library = open_library()
     except NoNativeLibrary as why:
+        if quantization is not None:
+            raise ModelError(
+                f"EngineConfig.quantization is {quantization!r}, which needs the native library, but {why}: "
+                "install motet where there is a compiler, or leave quantization None"
+            ) from why
         logger.warning("%s: it computes with torch instead, several times slower", why)
         return ReferenceOps(torch.device("cpu"), dtypes[dtype])
-    return CpuOps(isa, library, dtypes[dtype], threads or torch.get_num_threads())
+    return CpuOps(isa, library, dtypes[dtype], threads or torch.get_num_threads(), quantization)

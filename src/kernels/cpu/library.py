@@ -40,6 +40,12 @@ _OPS: Mapping[str, str] = MappingProxyType(
         "add_residual": "ppi",
         "take_rows": "pipip",
         "softcap": "pif",
+        "linear_int8": "piiippppp",
+        "pack_int8_f32": "piipp",
+        "pack_int8_bf16": "piipp",
+        "unpack_int8_f32": "ppiip",
+        "unpack_int8_bf16": "ppiip",
+        "gather_int8": "pippip",
     }
 )
 """What each op takes behind the threads, as the C++ sources have it: p an address, i an int64, f a float."""

@@ -5,13 +5,10 @@
 // by one in the order of k, by fused multiply-adds, however many rows there are: a row's result does not depend
 // on its company. (After "Anatomy of High-Performance Matrix Multiplication", Goto and van de Geijn, 2008.)
 #include "abi.h"
-#include "simd.h"
+#include "panels.h"
 
 namespace motet {
 namespace {
-
-constexpr int kPanel = 32;
-constexpr int kVectors = kPanel / kLanes;
 
 // Rows whose sums, with the weights they meet, fit the registers.
 #if defined(__AVX512F__)
@@ -32,43 +29,6 @@ struct Product {
   int64_t rows, inner, columns;
   const float* bias;
   float* y;
-};
-
-int64_t num_panels(int64_t columns) { return (columns + kPanel - 1) / kPanel; }
-
-// The sums of R rows and one panel: [R][kPanel].
-template <int R>
-struct Sums {
-  vf at[R][kVectors];
-
-  MOTET_INLINE void clear() {
-    for (int r = 0; r < R; r++)
-      for (int v = 0; v < kVectors; v++) at[r][v] = vf{};
-  }
-  MOTET_INLINE void load_from(const float* y, int64_t stride, int width) {
-    for (int r = 0; r < R; r++)
-      for (int v = 0; v < kVectors; v++) {
-        const int left = width - v * kLanes;
-        const float* p = y + r * stride + v * kLanes;
-        at[r][v] = left >= kLanes ? load(p) : left > 0 ? load_first(p, left) : vf{};
-      }
-  }
-  MOTET_INLINE void store_to(float* y, int64_t stride, int width, const float* bias) const {
-    for (int v = 0; v < kVectors; v++) {
-      const int left = width - v * kLanes;
-      if (left <= 0) return;
-      vf b = {};
-      if (bias) b = left >= kLanes ? load(bias + v * kLanes) : load_first(bias + v * kLanes, left);
-      for (int r = 0; r < R; r++) {
-        float* p = y + r * stride + v * kLanes;
-        const vf sum = bias ? at[r][v] + b : at[r][v];
-        if (left >= kLanes)
-          store(p, sum);
-        else
-          store_first(p, sum, left);
-      }
-    }
-  }
 };
 
 template <int R>
@@ -105,7 +65,7 @@ MOTET_INLINE void multiply(Sums<R>& sums, const float* x, int64_t stride, const 
 template <int R, class W>
 void tile(const Product& p, int64_t row, int64_t panel, const W* w, int64_t begin, int64_t depth) {
   const int64_t column = panel * kPanel;
-  const int width = (int)(p.columns - column < kPanel ? p.columns - column : kPanel);
+  const int width = panel_width(p.columns, column);
   float* y = p.y + row * p.columns + column;
   Sums<R> sums;
   if (begin == 0)
@@ -117,23 +77,9 @@ void tile(const Product& p, int64_t row, int64_t panel, const W* w, int64_t begi
   sums.store_to(y, p.columns, width, last && p.bias ? p.bias + column : nullptr);
 }
 
-// A tile of `count` <= R rows.
-template <int R, class W>
-void tile_of(int count, const Product& p, int64_t row, int64_t panel, const W* w, int64_t begin, int64_t depth) {
-  if constexpr (R > 1) {
-    if (count < R) return tile_of<R - 1>(count, p, row, panel, w, begin, depth);
-  }
-  tile<R>(p, row, panel, w, begin, depth);
-}
-
 template <class W>
 void all_rows(const Product& p, int64_t panel, const W* w, int64_t begin, int64_t depth) {
-  // Tiles as equal as can be: a last one of a row or two would read the panel for little.
-  const int64_t tiles = (p.rows + kTileRows - 1) / kTileRows;
-  for (int64_t i = 0; i < tiles; i++) {
-    const int64_t row = i * p.rows / tiles, end = (i + 1) * p.rows / tiles;
-    tile_of<kTileRows>((int)(end - row), p, row, panel, w, begin, depth);
-  }
+  for_tiles<kTileRows>(p.rows, [&](int64_t row, auto size) { tile<size>(p, row, panel, w, begin, depth); });
 }
 
 // k by k as float32, so that unpacking costs once what many tiles then read.

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from motet.kernels.cpu.library import Threads
 from motet.kernels.cpu.recording import Argument, NotRecordable, Program, Recording, Watch
-from motet.kernels.cpu.weights import PackedWeight
-from motet.kernels.ops import AttentionPlan, KVCache, LoRASlices, Ops, Replay, SamplingRows
+from motet.kernels.cpu.weights import FORMATS, PackedWeight
+from motet.kernels.ops import AttentionPlan, KVCache, LoRASlices, Ops, Quantization, Replay, SamplingRows
 from motet.kernels.reference import ReferenceOps
 
 logger = logging.getLogger("motet")
@@ -21,9 +21,17 @@ logger = logging.getLogger("motet")
 class CpuOps(Ops):
     """Weights, KV cache and adapters in float32 or bf16; activations always in float32."""
 
-    def __init__(self, isa: str, library: ctypes.CDLL, dtype: torch.dtype, threads: int) -> None:
+    def __init__(
+        self,
+        isa: str,
+        library: ctypes.CDLL,
+        dtype: torch.dtype,
+        threads: int,
+        quantization: Quantization | None = None,
+    ) -> None:
         self.device, self.dtype = torch.device("cpu"), dtype
-        self.name = f"cpu ({isa})"
+        self.name = f"cpu ({isa}{'' if quantization is None else ', ' + quantization})"
+        self._quantization = quantization
         self.activations = torch.float32
         self._library = library
         self._threads = Threads(library, threads)
@@ -57,28 +65,38 @@ class CpuOps(Ops):
 
     def pack_linear(self, weight: Tensor) -> PackedWeight:
         columns, inner = weight.shape
-        packed = PackedWeight.empty(columns, inner, weight.dtype)
-        self._run(f"pack_{packed.format}", weight.contiguous(), columns, inner, packed.data)
+        if self._quantization == "int8":
+            packed = PackedWeight.empty_int8(columns, inner)
+            op = f"pack_int8_{FORMATS[weight.dtype]}"
+        else:
+            packed = PackedWeight.empty(columns, inner, weight.dtype)
+            op = f"pack_{packed.format}"
+        self._run(op, weight.contiguous(), columns, inner, *packed.tensors())
         return packed
 
     def pack_table(self, table: Tensor) -> PackedWeight:
         return self.pack_linear(table)
 
     def unpack_linear(self, weight: PackedWeight) -> Tensor:
-        out = torch.empty(weight.columns, weight.inner, dtype=weight.data.dtype)
-        self._run(f"unpack_{weight.format}", weight.data, *out.shape, out)
+        out = torch.empty(weight.columns, weight.inner, dtype=self.dtype)
+        suffix = weight.format if weight.scales is None else f"{weight.format}_{FORMATS[self.dtype]}"
+        self._run(f"unpack_{suffix}", *weight.tensors(), *out.shape, out)
         return out
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         y = torch.empty(len(x), weight.columns)
         x = x.contiguous()
         sizes = (len(x), weight.inner, weight.columns)
-        self._run(f"linear_{weight.format}", x, *sizes, weight.data, bias, y)
+        if weight.scales is None:
+            self._run(f"linear_{weight.format}", x, *sizes, weight.data, bias, y)
+        else:
+            scratch = weight.scratch(len(x))
+            self._run(f"linear_{weight.format}", x, *sizes, *weight.tensors(), bias, scratch, y)
         return y
 
     def embedding(self, ids: Tensor, table: PackedWeight) -> Tensor:
         out = torch.empty(len(ids), table.inner)
-        self._run(f"gather_{table.format}", ids, len(ids), table.data, table.inner, out)
+        self._run(f"gather_{table.format}", ids, len(ids), *table.tensors(), table.inner, out)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:

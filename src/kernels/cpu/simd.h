@@ -10,6 +10,8 @@
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
 #endif
@@ -27,6 +29,7 @@ constexpr int kLanes = 4;
 typedef float vf __attribute__((vector_size(kLanes * 4)));
 typedef int32_t vi __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t vu __attribute__((vector_size(kLanes * 4)));
+typedef int16_t vs __attribute__((vector_size(kLanes * 4)));
 
 using bf16 = uint16_t;  // the upper half of a float
 
@@ -74,6 +77,34 @@ MOTET_INLINE vf fma(vf a, vf b, vf c) {
   return a * b + c;
 #endif
 }
+
+// Each lane of `a` and `b` as two signed numbers of 16 bits: the sum of the two products.
+MOTET_INLINE vi dot2(vs a, vs b) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return (vi)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+  return ((vi)a >> 16) * ((vi)b >> 16) + ((vi)a << 16 >> 16) * ((vi)b << 16 >> 16);
+#endif
+}
+
+// sums + each lane of `a` as four unsigned bytes times that of `b` as four signed ones. Exact: no step saturates, so
+// every build gives the same integers.
+MOTET_INLINE vi dot4(vi sums, vu a, vi b) {
+#if defined(__AVX512VNNI__)
+  return (vi)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
+#else
+  const vi even = dot2((vs)(a & 0x00ff00ffu), (vs)b << 8 >> 8);
+  const vi odd = dot2((vs)(a >> 8 & 0x00ff00ffu), (vs)b >> 8);
+  return sums + even + odd;
+#endif
+}
+
+MOTET_INLINE vf to_float(vi x) { return __builtin_convertvector(x, vf); }
+MOTET_INLINE vi to_int(vf x) { return __builtin_convertvector(x, vi); }
 
 MOTET_INLINE vf select(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 
@@ -153,6 +184,14 @@ MOTET_INLINE vu load_pairs(const bf16* p) {
   std::memcpy(&x, p, sizeof x);
   return x;
 }
+
+// Bytes, four a lane.
+MOTET_INLINE vu load_quads(const uint8_t* p) {
+  vu x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+MOTET_INLINE void store_quads(uint8_t* p, vu x) { std::memcpy(p, &x, sizeof x); }
 
 MOTET_INLINE float to_float(float x) { return x; }
 MOTET_INLINE float to_float(bf16 x) {

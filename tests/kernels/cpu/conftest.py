@@ -9,6 +9,7 @@ import torch
 
 from motet.kernels.cpu.library import open_library, usable_isas
 from motet.kernels.cpu.ops import CpuOps
+from motet.kernels.ops import Quantization
 
 MakeOps = Callable[..., CpuOps]
 
@@ -22,9 +23,11 @@ def isa(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def make_ops(isa: str) -> MakeOps:
-    """make_ops(dtype=float32, threads=2): the backend on the build under test."""
+    """make_ops(dtype=float32, threads=2, quantization=None): the backend on the build under test."""
 
-    def make(dtype: torch.dtype = torch.float32, threads: int = 2) -> CpuOps:
-        return CpuOps(*open_library(isa), dtype, threads)
+    def make(
+        dtype: torch.dtype = torch.float32, threads: int = 2, quantization: Quantization | None = None
+    ) -> CpuOps:
+        return CpuOps(*open_library(isa), dtype, threads, quantization)
 
     return make

@@ -1,0 +1,89 @@
+// Numbers as x ≈ scale · q with q in [-127, 127]: how activations (in each step) and int8 weights (once) become bytes.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "simd.h"
+#include "threads.h"
+
+namespace motet {
+
+// As many quantised numbers as go into one lane of `dot4`.
+constexpr int64_t kQuad = 4;
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// kLanes numbers from p as floats; where there are fewer, 0 for the rest.
+template <class X>
+MOTET_INLINE vf load_some(const X* p, int64_t left) {
+  if (left >= kLanes) return load(p);
+  float lanes[kLanes] = {};
+  for (int64_t i = 0; i < left; i++) lanes[i] = to_float(p[i]);
+  return load((const float*)lanes);
+}
+
+// q[0..size) and, as 0, what follows up to a multiple of kQuad; returns their sum. `scale` is the largest |x| / 127, so
+// nothing is cut off; NaN, of which all products are NaN, if any x is not finite.
+template <class X>
+int32_t quantise(const X* x, int64_t size, int8_t* q, float* scale) {
+  vf largest = {}, poison = {};
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const vf v = load_some(x + i, size - i);
+    largest = max((vf)((vi)v & 0x7fffffff), largest);
+    poison = poison + v * splat(0.0f);
+  }
+  const float most = max(largest);
+  *scale = most * (1.0f / 127.0f) + sum(poison);
+  // What is too small to be divided by counts as 0.
+  const vf inverse = splat(most > 1e-30f && std::isfinite(*scale) ? 127.0f / most : 0.0f);
+  vi total = {};
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const vf v = load_some(x + i, size - i) * inverse;
+    const vi rounded = to_int(round_even(select(v == v, v, vf{})));
+    total += rounded;
+    typedef int8_t vb __attribute__((vector_size(kLanes)));
+    const vb bytes = __builtin_convertvector(rounded, vb);
+    std::memcpy(q + i, &bytes, std::min<int64_t>(kLanes, round_up(size - i, kQuad)));
+  }
+  int32_t lanes[kLanes], all = 0;
+  std::memcpy(lanes, &total, sizeof lanes);
+  for (int32_t lane : lanes) all += lane;
+  return all;
+}
+
+// Rows of activations, quantised in groups of `group` along k (the last one may be shorter) with a scale each.
+struct QuantisedRows {
+  int64_t rows, inner, group;
+  int64_t groups = (inner + group - 1) / group;
+  int64_t depth = round_up(inner, group);  // bytes of a row
+  float* scale;                            // [rows][groups]
+  int32_t* sum;                            // [rows][groups]: of the group's bytes
+  int8_t* q;                               // [rows][depth]
+
+  // In memory of rows · (2 · groups + depth / 4) floats; `group` is a multiple of kQuad.
+  QuantisedRows(int64_t rows, int64_t inner, int64_t group, float* scratch)
+      : rows(rows), inner(inner), group(group), scale(scratch), sum((int32_t*)(scale + rows * groups)),
+        q((int8_t*)(sum + rows * groups)) {}
+
+  // Each row by itself, whatever its company.
+  void fill(Threads& threads, const float* x) const {
+    constexpr int64_t kNumbersInPart = 1 << 14;  // 1 to 2 µs
+    const int64_t step = std::max<int64_t>(1, kNumbersInPart / std::max<int64_t>(1, inner));
+    threads.run((rows + step - 1) / step, [&](int64_t part) {
+      for (int64_t row = part * step; row < std::min(rows, (part + 1) * step); row++)
+        for (int64_t g = 0; g < groups; g++) fill_group(x + row * inner, row, g);
+    });
+  }
+
+ private:
+  void fill_group(const float* x, int64_t row, int64_t g) const {
+    const int64_t begin = g * group, size = std::min(group, inner - begin);
+    int8_t* to = q + row * depth + begin;
+    sum[row * groups + g] = quantise(x + begin, size, to, scale + row * groups + g);
+    const int64_t written = round_up(size, kQuad);
+    std::memset(to + written, 0, group - written);
+  }
+};
+
+}  // namespace motet
