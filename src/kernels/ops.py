@@ -38,22 +38,19 @@ Quantization = Literal["int8"]
 """What the weights of linears and tables become at packing, as in `EngineConfig`."""
 
 
+LoRAPlan = Any
+"""What a backend works out once per step for the adapters of its rows, at all sites."""
+
+
 class LoRASlices(NamedTuple):
-    """Where one packed linear's adapter weights lie in the arena, for every adapter slot.
+    """The P projections that one packed linear is made of (q, k and v, say), each with adapter weights of its own."""
 
-    A linear packed from P projections (q, k and v, say) has P slices with weights and ranks of their own.
-    For adapter slot s and slice p, with r = `rank[s, p]` (0: not adapted):
-    A is `arena[a_offset[s, p]:][: r * in_features]` seen as [r, in_features];
-    B is `arena[b_offset[s, p]:][: out * r]` seen as [out, r], the adapter's scaling folded in;
-    scale is `arena[scale_offset[s, p]:][: out]`, shift likewise; offset -1: there is none.
-    """
-
-    a_offset: Tensor  # [slots, P] int64, in elements
-    b_offset: Tensor  # [slots, P] int64, in elements
-    rank: Tensor  # [slots, P] int64
-    scale_offset: Tensor  # [slots, P] int64, in elements
-    shift_offset: Tensor  # [slots, P] int64, in elements
-    columns: tuple[tuple[int, int], ...]  # P times (first, last + 1) column of the linear's output
+    site: int  # which of the model's linears it is: its place in `acts` of `plan_lora`
+    first: int  # its projections are those from first to first + P in the table of `plan_lora`
+    in_features: int
+    bounds: (
+        Tensor  # [P + 1] int64 on the CPU: slice p is the columns bounds[p] to bounds[p + 1] of the output
+    )
 
 
 class SamplingRows(NamedTuple):
@@ -218,36 +215,26 @@ class Ops(ABC):
         """
 
     @abstractmethod
-    def lora_shrink(self, x: Tensor, arena: Tensor, slices: LoRASlices, segments: Tensor) -> Tensor:
-        """h[t, p] = A[slot of t, p] · x[t]: the first half of the mixed-adapter product (SGMV, arXiv 2310.18547).
+    def plan_lora(self, arena: Tensor, table: Tensor, acts: Tensor, segments: Tensor) -> LoRAPlan:
+        """Prepares `add_lora` for one step, at all sites.
 
-        x [T, K] A; arena: flat, D; segments [n, 3] int64 on the CPU: (slot, first row, last row + 1), without
-        overlap. Rows in no segment cost nothing. Returns h [T, P, R] A with R the largest rank in the step;
-        columns beyond a row's own rank, and rows in no segment, hold anything.
+        arena: flat, D, the weights of all adapters. table [slots, projections, 5] int64: where those of adapter slot s
+        for a projection lie, as (a, b, rank r, scale, shift), each but r an offset into the arena, in elements:
+        A is `arena[a:][: r * in_features]` seen as [r, in_features];
+        B is `arena[b:][: r * out]` seen as [r, out], so transposed, the adapter's scaling folded in;
+        scale is `arena[scale:][: out]`, shift likewise; -1: there is none. r = 0: there are no A and B.
+        acts [sites] bool on the CPU: whether an adapter of the step has anything at the site.
+        segments [n, 3] int64 on the CPU: (slot, first row, last row + 1), without overlap.
         """
 
     @abstractmethod
-    def lora_shrink_ids(
-        self, ids: Tensor, vocab_size: int, arena: Tensor, slices: LoRASlices, segments: Tensor
-    ) -> Tensor:
-        """`lora_shrink` of x that is 1 at ids[t] and 0 elsewhere: h[t, p] = A[slot of t, p][:, ids[t]].
+    def add_lora(self, x: Tensor, slices: LoRASlices, plan: LoRAPlan, out: Tensor) -> None:
+        """out[t, columns of p] = scale · out + shift + B · A · x[t], in place, all of row t's adapter for slice p.
 
-        ids [T] int64, each A [r, vocab_size]. Returns h [T, P, R] A, as `lora_shrink` does.
-        """
-
-    @abstractmethod
-    def lora_expand(
-        self, h: Tensor, arena: Tensor, slices: LoRASlices, segments: Tensor, out: Tensor
-    ) -> None:
-        """out[t, columns of p] += B[slot of t, p] · h[t, p], in place: the second half of SGMV.
-
-        h from `lora_shrink` with the same slices and segments; out [T, N] A.
-        """
-
-    @abstractmethod
-    def lora_rescale(self, arena: Tensor, slices: LoRASlices, segments: Tensor, out: Tensor) -> None:
-        """out[t, columns of p] = out · scale + shift of (slot of t, p), in place: for DoRA (arXiv 2402.09353) and
-        for biases of an adapter's own. Comes before `lora_expand`; out [T, N] A.
+        The mixed-adapter product (SGMV, arXiv 2310.18547), ranks of 1 to 256 side by side; scale and shift are for
+        DoRA (arXiv 2402.09353) and for biases of an adapter's own. Rows in no segment cost nothing and may hold
+        anything. x [T, in_features] A; or [T] int64: ids, each for a row that is 1 there and 0 elsewhere. out
+        [T, N] A, its rows contiguous.
         """
 
     @abstractmethod

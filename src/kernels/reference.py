@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,16 @@ class AttentionGroup(NamedTuple):
     rows: Tensor  # [n, Q] int64: rows of q
     slots: Tensor  # [n * L] int64: KV slots; padding repeats the sequence's last slot, so it is never foreign
     mask: Tensor  # [n, 1, Q, L] D: 0 where visible, -inf elsewhere
+
+
+class ReferenceLoRA(NamedTuple):
+    """The adapters of one step, as `Ops.plan_lora` is told."""
+
+    arena: Tensor
+    table: Tensor  # [slots, projections, 5] int64
+    acts: list[bool]
+    slots: Tensor  # [n] int64
+    rows: list[slice]  # n times
 
 
 class ReferenceOps(Ops):
@@ -194,36 +204,19 @@ class ReferenceOps(Ops):
         gathered = torch.index_select(cache, 0, slots, out=self._gathered[:num_slots])
         return gathered.view(-1, *kv.both.shape[1:])
 
-    def lora_shrink(self, x: Tensor, arena: Tensor, slices: LoRASlices, segments: Tensor) -> Tensor:
-        return _shrink(x, x.shape[1], arena, slices, segments, lambda a, x: x @ a.t())
-
-    def lora_shrink_ids(
-        self, ids: Tensor, vocab_size: int, arena: Tensor, slices: LoRASlices, segments: Tensor
-    ) -> Tensor:
-        return _shrink(ids, vocab_size, arena, slices, segments, lambda a, ids: a[:, ids].t())
-
-    def lora_expand(
-        self, h: Tensor, arena: Tensor, slices: LoRASlices, segments: Tensor, out: Tensor
-    ) -> None:
+    def plan_lora(self, arena: Tensor, table: Tensor, acts: Tensor, segments: Tensor) -> ReferenceLoRA:
         slots = segments[:, 0]
-        ranks, offsets = slices.rank[slots].tolist(), slices.b_offset[slots].tolist()
-        for (_, first, last), rank, offset_of in zip(segments.tolist(), ranks, offsets, strict=True):
-            places = zip(slices.columns, offset_of, rank, strict=True)
-            for p, ((left, right), offset, r) in enumerate(places):
-                if r:
-                    b = arena[offset : offset + (right - left) * r].view(right - left, r)
-                    out[first:last, left:right].addmm_(h[first:last, p, :r], b.t())
+        rows = [slice(first, last) for _, first, last in segments.tolist()]
+        return ReferenceLoRA(arena, table, acts.tolist(), slots, rows)
 
-    def lora_rescale(self, arena: Tensor, slices: LoRASlices, segments: Tensor, out: Tensor) -> None:
-        slots = segments[:, 0]
-        scales, shifts = slices.scale_offset[slots].tolist(), slices.shift_offset[slots].tolist()
-        for (_, first, last), scale_of, shift_of in zip(segments.tolist(), scales, shifts, strict=True):
-            for (left, right), scale, shift in zip(slices.columns, scale_of, shift_of, strict=True):
-                y = out[first:last, left:right]
-                if scale >= 0:
-                    y *= arena[scale : scale + right - left]
-                if shift >= 0:
-                    y += arena[shift : shift + right - left]
+    def add_lora(self, x: Tensor, slices: LoRASlices, plan: ReferenceLoRA, out: Tensor) -> None:
+        if not plan.acts[slices.site]:
+            return
+        bounds = slices.bounds.tolist()
+        entries = plan.table[plan.slots, slices.first : slices.first + len(bounds) - 1].tolist()
+        for rows, of_slices in zip(plan.rows, entries, strict=True):
+            for (left, right), entry in zip(pairwise(bounds), of_slices, strict=True):
+                _add_delta(x[rows], slices.in_features, plan.arena, entry, out[rows, left:right])
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         chosen = logits.argmax(-1)
@@ -275,25 +268,18 @@ def _like_shapes(q_lens: list[int], seq_lens: list[int]) -> list[list[int]]:
     return groups
 
 
-def _shrink(
-    rows: Tensor,
-    in_features: int,
-    arena: Tensor,
-    slices: LoRASlices,
-    segments: Tensor,
-    apply: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
-    """`Ops.lora_shrink` of rows [T, ...], with `apply`(A [r, in_features], n of the rows) -> [n, r]."""
-    slots = segments[:, 0]
-    ranks, offsets = slices.rank[slots].tolist(), slices.a_offset[slots].tolist()
-    width = max((r for row in ranks for r in row), default=0)
-    h = arena.new_empty(len(rows), len(slices.columns), width)
-    for (_, first, last), rank, offset_of in zip(segments.tolist(), ranks, offsets, strict=True):
-        for p, (offset, r) in enumerate(zip(offset_of, rank, strict=True)):
-            if r:
-                a = arena[offset : offset + r * in_features].view(r, in_features)
-                h[first:last, p, :r] = apply(a, rows[first:last])
-    return h
+def _add_delta(x: Tensor, in_features: int, arena: Tensor, entry: list[int], out: Tensor) -> None:
+    """`Ops.add_lora` of one adapter and one projection: x [n, in_features] or ids [n], out [n, its columns]."""
+    a, b, rank, scale, shift = entry
+    n = out.shape[1]
+    if scale >= 0:
+        out *= arena[scale : scale + n]
+    if shift >= 0:
+        out += arena[shift : shift + n]
+    if rank:
+        down = arena[a : a + rank * in_features].view(rank, in_features)
+        up = arena[b : b + rank * n].view(rank, n)
+        out.addmm_(x @ down.t() if x.ndim == 2 else down[:, x].t(), up)
 
 
 def _draw(logits: Tensor, rows: SamplingRows) -> Tensor:

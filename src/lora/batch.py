@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from motet.kernels.ops import Ops
@@ -15,39 +17,38 @@ from motet.lora.sites import LoRASite
 class LoRABatch:
     """The adapters of one step.
 
-    `row_slot` [T] int64 is the truth: the adapter slot of each row, -1 = base. `segments` [n, 3] int64 on the
-    CPU is derived from it: (slot, first row, last row + 1) of each run of rows with one adapter.
+    `row_slot` [T] int64 is the truth: the adapter slot of each row, -1 = base. `segments` [n, 3] int64 is derived
+    from it: (slot, first row, last row + 1) of each run of rows with one adapter.
     """
 
-    def __init__(self, arena: AdapterArena, row_slot: Sequence[int] | Tensor) -> None:
+    def __init__(self, ops: Ops, arena: AdapterArena, row_slot: Sequence[int] | NDArray[np.int64]) -> None:
+        self._ops = ops
         self._arena = arena
-        self.row_slot = torch.as_tensor(row_slot, dtype=torch.int64)
-        slots, lengths = torch.unique_consecutive(self.row_slot.cpu(), return_counts=True)
-        ends = lengths.cumsum(0)
-        self.segments = torch.stack((slots, ends - lengths, ends), dim=1)[slots >= 0]
-        self._slots = self.segments[:, 0].tolist()
-        self._rescales = arena.rescales(self._slots)
+        self.row_slot = np.asarray(row_slot, dtype=np.int64)
+        self.segments = _runs(self.row_slot)
+        acts = arena.acts(self.segments[:, 0])
+        self._plan = ops.plan_lora(
+            arena.data, arena.table, torch.from_numpy(acts), torch.from_numpy(self.segments)
+        )
 
-    def adapts(self, site: LoRASite) -> bool:
-        """Whether any row's adapter acts at `site`."""
-        return self._arena.adapts(self._slots, site.index)
+    def of_rows(self, rows: NDArray[np.int64]) -> LoRABatch:
+        """The batch of the rows [R] alone, for what is not computed for every row."""
+        return LoRABatch(self._ops, self._arena, self.row_slot[rows])
 
-    def of_rows(self, rows: Tensor) -> LoRABatch:
-        """The batch of the rows [R] int64 alone, for what is not computed for every row."""
-        return LoRABatch(self._arena, self.row_slot[rows])
-
-    def add_delta(self, ops: Ops, site: LoRASite, x: Tensor, out: Tensor) -> None:
+    def add_delta(self, site: LoRASite, x: Tensor, out: Tensor) -> None:
         """Makes of out[t] what row t's adapter makes of it at `site`, in place (SGMV, arXiv 2310.18547).
 
         x [T, in_features] is the linear's input, out [T, sum(out_features)] its output, before any epilogue. At an
         embedding x is [T] int64, the ids.
         """
-        if self.adapts(site):
-            arena, slices = self._arena.data, self._arena.slices(site.index)
-            if self._rescales:
-                ops.lora_rescale(arena, slices, self.segments, out)
-            if site.role == "embedding":
-                h = ops.lora_shrink_ids(x, site.in_features, arena, slices, self.segments)
-            else:
-                h = ops.lora_shrink(x, arena, slices, self.segments)
-            ops.lora_expand(h, arena, slices, self.segments, out)
+        self._ops.add_lora(x, self._arena.slices(site.index), self._plan, out)
+
+
+def _runs(row_slot: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[n, 3]: (slot, first row, last row + 1) of the longest runs of one adapter."""
+    edges = np.flatnonzero(row_slot[1:] != row_slot[:-1]) + 1
+    ends = np.append(edges, len(row_slot)) if len(row_slot) else edges
+    firsts = np.append(0, edges)[: len(ends)]
+    slots = row_slot[firsts]
+    runs: NDArray[np.int64] = np.stack((slots, firsts, ends), axis=1)[slots >= 0]
+    return runs

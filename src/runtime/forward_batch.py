@@ -30,6 +30,8 @@ class ForwardBatch:
     """A plan for each window that the model's layers have."""
     lora: LoRABatch | None
     """None: no row has an adapter."""
+    logits_lora: LoRABatch | None
+    """The same of `logits_rows`."""
     logits_rows: Tensor
     """[R + P] int64: the rows behind which a token is sampled, then those whose next token is a prompt's, wanted
     with its log-probability."""
@@ -109,6 +111,7 @@ class BatchBuilder:
         if asking:
             ranges = [np.arange(len(chunks[i].next_prompt_ids)) + cu_seqlens_q[i] for i in asking]
             logits_rows = np.concatenate([logits_rows, *ranges])
+        lora = LoRABatch(self._ops, self._arena, slots) if slots.max() >= 0 else None
         return ForwardBatch(
             input_ids=torch.tensor(
                 [t for row, chunk in zip(rows, chunks, strict=True) for t in _ids(row, chunk)]
@@ -116,7 +119,8 @@ class BatchBuilder:
             positions=torch.from_numpy(positions),
             slot_mapping=torch.from_numpy(blocks * self._block_size + positions % self._block_size),
             attention={w: self._ops.plan_attention(*sequences, window=w) for w in self._windows},
-            lora=LoRABatch(self._arena, torch.from_numpy(slots)) if slots.max() >= 0 else None,
+            lora=lora,
+            logits_lora=None if lora is None else lora.of_rows(logits_rows),
             logits_rows=torch.from_numpy(logits_rows),
             request_ids=tuple(chunks[i].request_id for i in sampled),
             sampling=tuple((rows[i].sampling, chunks[i].output_index) for i in sampled),

@@ -64,15 +64,12 @@ def make_arena(capacity_bytes: int = 1 << 16) -> AdapterArena:
 def weights_in(arena: AdapterArena, slot: int) -> dict[str, ModuleLoRA]:
     """What an op finds in the slot."""
     found = {}
-    for site in SITES:
-        slices = arena.slices(site.index)
-        for p, (module, n) in enumerate(zip(site.modules, site.out_features, strict=True)):
-            a, b, r, *extras = (int(table[slot, p]) for table in slices[:5])
-            k = site.in_features
-            scale, shift = (None if at < 0 else arena.data[at : at + n] for at in extras)
-            if r or shift is not None:
-                lora = arena.data[a : a + r * k].view(r, k), arena.data[b : b + n * r].view(n, r)
-                found[module] = ModuleLoRA(*lora, scale, shift)
+    for module, (k, n), entry in zip(MODULES, FEATURES.values(), arena.table[slot].tolist(), strict=True):
+        a, b, r, *extras = entry
+        scale, shift = (None if at < 0 else arena.data[at : at + n] for at in extras)
+        if r or shift is not None:
+            lora = arena.data[a : a + r * k].view(r, k), arena.data[b : b + r * n].view(r, n).t()
+            found[module] = ModuleLoRA(*lora, scale, shift)
     return found
 
 

@@ -373,9 +373,9 @@ def race(seed: int, rounds: int, patch: pytest.MonkeyPatch) -> None:
                 except AdapterNotFound:
                     break
             there = [lease for lease in leases if lease.slot >= 0]
-            batch = LoRABatch(arena, [-1, *(lease.slot for lease in there)])
+            batch = LoRABatch(ops, arena, [-1, *(lease.slot for lease in there)])
             out = torch.zeros(len(there) + 1, 3)
-            batch.add_delta(ops, SITES[1], torch.ones(len(there) + 1, 5), out)
+            batch.add_delta(SITES[1], torch.ones(len(there) + 1, 5), out)
             deltas = [expected[lease.ref.digest] for lease in there if lease.ref is not None]
             assert out.tolist() == [[0.0] * 3, *([delta] * 3 for delta in deltas)]
             random.shuffle(leases)

@@ -59,12 +59,12 @@ def test_each_module_gets_pefts_own_delta(
     model = make_peft(**config)
     model.save_pretrained(tmp_path)
     arena = AdapterArena(sites, 16 * MiB, torch.float32, OPS.device)
-    batch = LoRABatch(arena, [arena.place(arena.pack(read_adapter(tmp_path, sites)))] * 9)
+    batch = LoRABatch(OPS, arena, [arena.place(arena.pack(read_adapter(tmp_path, sites)))] * 9)
     adapted = 0
     for site in sites:
         x = torch.randn(9, site.in_features)
         out = torch.zeros(9, sum(site.out_features))
-        batch.add_delta(OPS, site, x, out)
+        batch.add_delta(site, x, out)
         with torch.no_grad():
             expected = peft_delta(model, site, x)
         assert_close(out, expected, x)
@@ -84,13 +84,13 @@ def test_case_13_rows_of_a_mixed_batch_get_their_own_adapters_delta_and_base_row
         models[arena.place(arena.pack(read_adapter(tmp_path / str(i), sites)))] = model
     slots = list(models)
     row_slot = [-1, *slots, -1, -1, *reversed(slots), *(3 * [slots[5]]), *(2 * [slots[1]]), -1]
-    batch = LoRABatch(arena, row_slot)
+    batch = LoRABatch(OPS, arena, row_slot)
     rows = torch.tensor(row_slot)
     for site in sites:
         x = torch.randn(len(row_slot), site.in_features)
         base = torch.randn(len(row_slot), sum(site.out_features))
         out = base.clone()
-        batch.add_delta(OPS, site, x, out)
+        batch.add_delta(site, x, out)
         assert torch.equal(out[rows < 0], base[rows < 0])
         for slot, model in models.items():
             own = rows == slot
@@ -106,9 +106,9 @@ def test_weights_are_cast_to_the_arenas_dtype(
     arena = AdapterArena(sites, MiB, torch.bfloat16, ops.device)
     slot = arena.place(arena.pack(weights))
     assert arena.used_bytes == arena.nbytes(slot) == num_bytes(weights) // 2
-    x = torch.randn(3, sites[1].in_features).bfloat16()
-    out = torch.zeros(3, sum(sites[1].out_features), dtype=torch.bfloat16)
-    LoRABatch(arena, [slot, -1, slot]).add_delta(ops, sites[1], x, out)
+    x = torch.randn(3, sites[1].in_features).to(ops.activations)
+    out = torch.zeros(3, sum(sites[1].out_features), dtype=ops.activations)
+    LoRABatch(ops, arena, [slot, -1, slot]).add_delta(sites[1], x, out)
     a, b, *_ = weights.modules[sites[1].modules[0]]
     expected = x.float() @ a.t() @ b.t()
     assert (out[[0, 2]] - expected[[0, 2]]).abs().max() <= 0.02 * expected.abs().max()

@@ -46,6 +46,8 @@ _OPS: Mapping[str, str] = MappingProxyType(
         "unpack_int8_f32": "ppiip",
         "unpack_int8_bf16": "ppiip",
         "gather_int8": "pippip",
+        "add_lora_f32": "ppipiiippi",
+        "add_lora_bf16": "ppipiiippi",
     }
 )
 """What each op takes behind the threads, as the C++ sources have it: p an address, i an int64, f a float."""

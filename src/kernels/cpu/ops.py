@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from motet.kernels.cpu.library import Threads
+from motet.kernels.cpu.lora import CpuLoRA
 from motet.kernels.cpu.recording import Argument, NotRecordable, Program, Recording, Watch
 from motet.kernels.cpu.weights import FORMATS, PackedWeight
 from motet.kernels.ops import AttentionPlan, KVCache, LoRASlices, Ops, Quantization, Replay, SamplingRows
@@ -179,21 +180,25 @@ class CpuOps(Ops):
     ) -> Tensor:
         return self._reference.paged_attention(q, kv, plan, scale, softcap)
 
-    def lora_shrink(self, x: Tensor, arena: Tensor, slices: LoRASlices, segments: Tensor) -> Tensor:
-        return self._reference.lora_shrink(x, arena, slices, segments)
+    def plan_lora(self, arena: Tensor, table: Tensor, acts: Tensor, segments: Tensor) -> CpuLoRA:
+        return CpuLoRA.of(arena, table, acts, segments)
 
-    def lora_shrink_ids(
-        self, ids: Tensor, vocab_size: int, arena: Tensor, slices: LoRASlices, segments: Tensor
-    ) -> Tensor:
-        return self._reference.lora_shrink_ids(ids, vocab_size, arena, slices, segments)
-
-    def lora_expand(
-        self, h: Tensor, arena: Tensor, slices: LoRASlices, segments: Tensor, out: Tensor
-    ) -> None:
-        return self._reference.lora_expand(h, arena, slices, segments, out)
-
-    def lora_rescale(self, arena: Tensor, slices: LoRASlices, segments: Tensor, out: Tensor) -> None:
-        return self._reference.lora_rescale(arena, slices, segments, out)
+    def add_lora(self, x: Tensor, slices: LoRASlices, plan: CpuLoRA, out: Tensor) -> None:
+        assert out.dtype == torch.float32 and out.stride(1) == 1
+        x = x.contiguous()
+        rows, ids = (x, None) if x.ndim == 2 else (None, x)
+        projections = (slices.first, len(slices.bounds) - 1, slices.bounds)
+        target = (out, out.stride(0))
+        self._run(
+            f"add_lora_{plan.format}",
+            rows,
+            ids,
+            slices.in_features,
+            plan.header,
+            slices.site,
+            *projections,
+            *target,
+        )
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         return self._reference.sample(logits, rows)

@@ -112,12 +112,16 @@ MOTET_INLINE vf max(vf a, vf b) { return select(a > b, a, b); }
 MOTET_INLINE vf min(vf a, vf b) { return select(a < b, a, b); }
 
 // Sums and maxima of all lanes, always in the same order.
+template <int Width>
+MOTET_INLINE vf add_lanes_from(vf x) {  // x[i] + x[i + Width] in each of the first Width lanes
+  vi from;
+  for (int i = 0; i < kLanes; i++) from[i] = (i + Width) % kLanes;
+  return x + __builtin_shuffle(x, from);
+}
 MOTET_INLINE float sum(vf x) {
-  float lanes[kLanes];
-  store(lanes, x);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-  return lanes[0];
+  if constexpr (kLanes > 8) x = add_lanes_from<8>(x);
+  if constexpr (kLanes > 4) x = add_lanes_from<4>(x);
+  return add_lanes_from<1>(add_lanes_from<2>(x))[0];
 }
 MOTET_INLINE float max(vf x) {
   float lanes[kLanes];
@@ -169,11 +173,21 @@ MOTET_INLINE vf tanh(vf x) {
 }
 
 // kLanes bf16 numbers -> floats.
+typedef bf16 vh __attribute__((vector_size(kLanes * 2)));
+MOTET_INLINE vf widen(vh x) { return from_bits(__builtin_convertvector(x, vu) << 16); }
 MOTET_INLINE vf load(const bf16* p) {
-  typedef uint16_t vh __attribute__((vector_size(kLanes * 2)));
-  vh half;
-  std::memcpy(&half, p, sizeof half);
-  return from_bits(__builtin_convertvector(half, vu) << 16);
+  vh x;
+  std::memcpy(&x, p, sizeof x);
+  return widen(x);
+}
+MOTET_INLINE vf load_first(const bf16* p, int n) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  return widen((vh)_mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p));
+#else
+  vh x = {};
+  std::memcpy(&x, p, n * sizeof(bf16));
+  return widen(x);
+#endif
 }
 
 // Pairs of bf16, one pair a lane -> the even or the odd ones as floats.

@@ -38,7 +38,7 @@ class Linear:
         """x [T, in_features] A -> [T, sum(out_features)] A, the adapters' deltas added."""
         y = self.ops.linear(x, self.weight, self.bias)
         if batch.lora is not None and self.site is not None:
-            batch.lora.add_delta(self.ops, self.site, x, y)
+            batch.lora.add_delta(self.site, x, y)
         return y
 
     def weights(self) -> dict[str, Weight]:

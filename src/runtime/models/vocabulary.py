@@ -32,8 +32,8 @@ class Embedding:
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """[T, H] A for the batch's input ids, the adapters' deltas added."""
         x = self._ops.embedding(batch.input_ids, self.table)
-        if batch.lora is not None and batch.lora.adapts(self.site):
-            batch.lora.add_delta(self._ops, self.site, batch.input_ids, x)
+        if batch.lora is not None:
+            batch.lora.add_delta(self.site, batch.input_ids, x)
         return x
 
     def weights(self) -> dict[str, Weight]:
@@ -64,8 +64,8 @@ class OutputHead:
     def __call__(self, batch: ForwardBatch, x: Tensor) -> Tensor:
         """x [R, H] A, of `batch.logits_rows` -> [R, V] A, the adapters' deltas added."""
         y = self._ops.linear(x, self._weight)
-        if batch.lora is not None and batch.lora.adapts(self.site):
-            batch.lora.of_rows(batch.logits_rows).add_delta(self._ops, self.site, x, y)
+        if batch.logits_lora is not None:
+            batch.logits_lora.add_delta(self.site, x, y)
         return y
 
     def weights(self) -> dict[str, Weight]:

@@ -45,13 +45,12 @@ def test_case_14_an_adapter_of_every_module_has_pefts_logits(family: str, dora: 
     model = load_model(save_folder(base, tmp_path / "model"), ops).model
     arena = AdapterArena(model.lora_sites, 4 << 20, torch.float32, ops.device)
     slot = arena.place(arena.pack(read_adapter(tmp_path / "adapter", model.lora_sites)))
-    assert all(
-        arena.adapts([slot], site.index) for site in model.lora_sites if not dora or site.role == "layer"
-    )
+    acts = arena.acts([slot])
+    assert all(acts[site.index] for site in model.lora_sites if not dora or site.role == "layer")
     ids = make_ids(20)
     with torch.inference_mode():
         theirs = peer(ids[None]).logits[0]
-    ours = motet_logits(model, ops, ids, range(20), lora=LoRABatch(arena, [slot] * 20))
+    ours = motet_logits(model, ops, ids, range(20), lora=LoRABatch(ops, arena, [slot] * 20))
     assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
     assert (motet_logits(model, ops, ids, range(20)) - theirs).abs().max() > 1e-2 * theirs.abs().max()
 
@@ -106,8 +105,8 @@ def test_a_retrained_embedding_beside_a_lora_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_pissa_adapter_that_peft_converted_is_a_plain_lora(tmp_path: Path) -> None:
-    base = make_hf_model("llama")
-    model = load_model(save_folder(base, tmp_path / "model"), float32_ops()).model
+    base, ops = make_hf_model("llama"), float32_ops()
+    model = load_model(save_folder(base, tmp_path / "model"), ops).model
     config = LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa", task_type="CAUSAL_LM")
     peer = get_peft_model(base, config).eval()
     peer.peft_config["default"].init_lora_weights = True
@@ -125,5 +124,5 @@ def test_a_pissa_adapter_that_peft_converted_is_a_plain_lora(tmp_path: Path) -> 
         theirs = peer(ids[None]).logits[0]
     arena = AdapterArena(model.lora_sites, 1 << 20, torch.float32, torch.device("cpu"))
     slot = arena.place(arena.pack(read_adapter(tmp_path / "adapter", model.lora_sites)))
-    ours = motet_logits(model, float32_ops(), ids, range(10), lora=LoRABatch(arena, [slot] * 10))
+    ours = motet_logits(model, ops, ids, range(10), lora=LoRABatch(ops, arena, [slot] * 10))
     assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from motet.kernels.ops import Ops
 from motet.kernels.reference import ReferenceOps
+from motet.lora.batch import LoRABatch
 from motet.runtime.models.base import CausalLM
 
 FAMILIES: dict[str, tuple[type, type]] = {
@@ -124,7 +125,7 @@ def motet_logits(
     first_position: int = 0,
     chunk: int = 1024,
     block_size: int = 16,
-    lora: object = None,
+    lora: LoRABatch | None = None,
 ) -> Tensor:
     """motet's logits for the same, prefilled in chunks over a block table in no particular order."""
     num_blocks = -(-len(ids) // block_size)
@@ -137,6 +138,7 @@ def motet_logits(
     logits = []
     for first in range(0, len(ids), chunk):
         index = torch.arange(first, min(first + chunk, len(ids)))
+        logits_rows = torch.tensor([row - first for row in rows if row in range(first, first + chunk)]).long()
         batch = SimpleNamespace(
             input_ids=ids[index],
             positions=index + first_position,
@@ -148,9 +150,8 @@ def motet_logits(
                 for window in group.windows
             },
             lora=lora,
-            logits_rows=torch.tensor(
-                [row - first for row in rows if row in range(first, first + chunk)]
-            ).long(),
+            logits_lora=lora and lora.of_rows(logits_rows.numpy()),
+            logits_rows=logits_rows,
         )
         logits.append(model.forward(batch, caches))  # type: ignore[arg-type]  # only what a model reads
     return torch.cat(logits)
