@@ -238,6 +238,13 @@ class Ops(ABC):
         """
 
     @abstractmethod
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Each row's largest logit, the first of equals, and whether all of the row's are finite.
+
+        logits [R, V] float32 -> ids [R] int64, finite [R] bool. The id of a row with a NaN is some id.
+        """
+
+    @abstractmethod
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """One token id per row. logits [R, V] float32 -> [R] int64; logits are not kept.
 

@@ -200,11 +200,23 @@ class CpuOps(Ops):
             *target,
         )
 
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        ids = torch.empty(len(logits), dtype=torch.int64)
+        finite = torch.empty(len(logits), dtype=torch.bool)
+        self._run("greedy", logits.contiguous(), *logits.shape, ids, finite)
+        return ids, finite
+
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        return self._reference.sample(logits, rows)
+        assert rows.temperature.dtype == rows.uniform.dtype == torch.float64
+        ids = torch.empty(len(logits), dtype=torch.int64)
+        self._run("sample", logits.contiguous(), *logits.shape, *rows, ids)
+        return ids
 
     def logprobs(self, logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-        return self._reference.logprobs(logits, chosen, k)
+        of_chosen, top = torch.empty(len(logits)), torch.empty(len(logits), k)
+        ids = torch.empty(len(logits), k, dtype=torch.int64)
+        self._run("logprobs", logits.contiguous(), *logits.shape, chosen, k, of_chosen, ids, top)
+        return of_chosen, ids, top
 
 
 def _of_norm(weight: Tensor) -> Tensor:

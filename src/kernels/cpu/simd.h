@@ -108,6 +108,18 @@ MOTET_INLINE vi to_int(vf x) { return __builtin_convertvector(x, vi); }
 
 MOTET_INLINE vf select(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 
+// Whether a comparison holds in some lane.
+MOTET_INLINE bool any(vi mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#else
+  typedef int64_t pairs __attribute__((vector_size(kLanes * 4)));
+  int64_t found = 0;
+  for (int i = 0; i < kLanes / 2; i++) found |= ((pairs)mask)[i];
+  return found != 0;
+#endif
+}
+
 MOTET_INLINE vf max(vf a, vf b) { return select(a > b, a, b); }
 MOTET_INLINE vf min(vf a, vf b) { return select(a < b, a, b); }
 
@@ -224,5 +236,54 @@ MOTET_INLINE bf16 to_bf16(float x) {
 }
 MOTET_INLINE void assign(float& to, float x) { to = x; }
 MOTET_INLINE void assign(bf16& to, float x) { to = to_bf16(x); }
+
+// Doubles, half as many to a register: for sums and shares over a vocabulary.
+constexpr int kWideLanes = kLanes / 2;
+typedef double vd __attribute__((vector_size(kLanes * 4)));
+typedef int64_t vl __attribute__((vector_size(kLanes * 4)));
+
+MOTET_INLINE vd splat_wide(double x) { return x - vd{}; }
+MOTET_INLINE vd load_wide(const float* p) {
+  typedef float half __attribute__((vector_size(kLanes * 2)));
+  half x;
+  std::memcpy(&x, p, sizeof x);
+  return __builtin_convertvector(x, vd);
+}
+MOTET_INLINE vd load(const double* p) {
+  vd x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+MOTET_INLINE void store(double* p, vd x) { std::memcpy(p, &x, sizeof x); }
+
+MOTET_INLINE vd fma(vd a, vd b, vd c) {
+#if defined(__AVX512F__)
+  return (vd)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(__AVX2__)
+  return (vd)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#elif defined(__ARM_NEON)
+  return (vd)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+MOTET_INLINE vd select(vl mask, vd yes, vd no) { return (vd)((mask & (vl)yes) | (~mask & (vl)no)); }
+
+// e^x for x <= 700, with an error of 1e-14 of it; 0 below -700, for -inf and for NaN.
+MOTET_INLINE vd exp(vd x) {
+  const vl possible = x >= splat_wide(-700.0);
+  x = select(possible, x, vd{});
+  const vd shift = splat_wide(6755399441055744.0);  // 1.5 * 2^52: behind it the sum's low bits are a whole number
+  const vd shifted = fma(x, splat_wide(1.4426950408889634), shift);
+  const vd n = shifted - shift;
+  vd r = fma(n, splat_wide(-6.93147180369123816490e-01), x);  // ln 2 in two parts
+  r = fma(n, splat_wide(-1.90821492927058770002e-10), r);
+  constexpr double kInverseFactorials[] = {1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
+                                           1.0 / 120,     1.0 / 24,     1.0 / 6,     0.5,        1.0, 1.0};
+  vd p = splat_wide(1.0 / 39916800);
+  for (double coefficient : kInverseFactorials) p = fma(p, r, splat_wide(coefficient));
+  return select(possible, (vd)((vl)p + ((vl)shifted << 52)), vd{});
+}
 
 }  // namespace motet
