@@ -166,6 +166,16 @@ class Ops(ABC):
         """
 
     @abstractmethod
+    def rope_cos_sin(
+        self, positions: Tensor, frequencies: Tensor, magnitude: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin of position · frequency, times magnitude, as `rope_and_store_kv` takes them.
+
+        Computed in float32, as transformers does. positions [T] int64; frequencies [n / 2] float32: radians per
+        position of each pair of dimensions -> cos, sin [T, n] A.
+        """
+
+    @abstractmethod
     def rope_and_store_kv(
         self,
         qkv: Tensor,

@@ -117,6 +117,15 @@ class ReferenceOps(Ops):
         blocks = kv.both[:-1].view(-1, block_size, *kv.both.shape[1:])
         blocks[destinations] = blocks[sources]
 
+    def rope_cos_sin(
+        self, positions: Tensor, frequencies: Tensor, magnitude: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        angles = positions[:, None].float() * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if magnitude != 1.0:
+            cos, sin = cos.mul_(magnitude), sin.mul_(magnitude)
+        return torch.cat((cos, cos), -1).to(self.activations), torch.cat((-sin, sin), -1).to(self.activations)
+
     def rope_and_store_kv(
         self,
         qkv: Tensor,

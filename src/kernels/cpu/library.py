@@ -51,6 +51,12 @@ _OPS: Mapping[str, str] = MappingProxyType(
         "gather_int8": "pippip",
         "add_lora_f32": "ppipiiippi",
         "add_lora_bf16": "ppipiiippi",
+        "rope_cos_sin": "pipifpp",
+        "rope_and_store_kv_f32": "pippippiiii",
+        "rope_and_store_kv_bf16": "pippippiiii",
+        "paged_attention_f32": "pippiiiffp",
+        "paged_attention_bf16": "pippiiiffp",
+        "copy_kv_blocks": "pppii",
     }
 )
 """What each op takes behind the threads, as the C++ sources have it: p an address, i an int64, f a float."""

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from motet.kernels.cpu.attention import PagedAttentionPlan, PagedKV
 from motet.kernels.cpu.library import Threads
 from motet.kernels.cpu.lora import CpuLoRA
 from motet.kernels.cpu.recording import Argument, NotRecordable, Program, Recording, Watch
 from motet.kernels.cpu.weights import FORMATS, PackedWeight
-from motet.kernels.ops import AttentionPlan, KVCache, LoRASlices, Ops, Quantization, Replay, SamplingRows
+from motet.kernels.ops import LoRASlices, Ops, Quantization, Replay, SamplingRows
 from motet.kernels.reference import ReferenceOps
 
 logger = logging.getLogger("motet")
@@ -147,23 +148,37 @@ class CpuOps(Ops):
         self._run(op, x.contiguous(), rows, size, y)
         return y
 
-    def new_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVCache:
-        return self._reference.new_kv_cache(num_blocks, block_size, num_kv_heads, head_dim)
+    def new_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> PagedKV:
+        return PagedKV.empty(num_blocks, block_size, num_kv_heads, head_dim, self.dtype)
 
-    def copy_kv_blocks(self, kv: KVCache, sources: Tensor, destinations: Tensor, block_size: int) -> None:
-        return self._reference.copy_kv_blocks(kv, sources, destinations, block_size)
+    def copy_kv_blocks(self, kv: PagedKV, sources: Tensor, destinations: Tensor, block_size: int) -> None:
+        ids = sources.contiguous(), destinations.contiguous()
+        self._run("copy_kv_blocks", kv.data, *ids, len(sources), kv.block_bytes)
+
+    def rope_cos_sin(
+        self, positions: Tensor, frequencies: Tensor, magnitude: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        rows, pairs = len(positions), len(frequencies)
+        cos, sin = torch.empty(rows, 2 * pairs), torch.empty(rows, 2 * pairs)
+        self._run("rope_cos_sin", positions, rows, frequencies, pairs, float(magnitude), cos, sin)
+        return cos, sin
 
     def rope_and_store_kv(
         self,
         qkv: Tensor,
         cos: Tensor,
         sin: Tensor,
-        kv: KVCache,
+        kv: PagedKV,
         slot_mapping: Tensor,
         num_heads: int,
         num_kv_heads: int,
     ) -> Tensor:
-        return self._reference.rope_and_store_kv(qkv, cos, sin, kv, slot_mapping, num_heads, num_kv_heads)
+        sizes = (num_heads, num_kv_heads, kv.head_dim, kv.block_size)
+        rows, turning = cos.shape
+        self._run(
+            f"rope_and_store_kv_{kv.format}", qkv, rows, cos, sin, turning, kv.data, slot_mapping, *sizes
+        )
+        return qkv.view(rows, num_heads + 2 * num_kv_heads, kv.head_dim)[:, :num_heads]
 
     def plan_attention(
         self,
@@ -172,13 +187,23 @@ class CpuOps(Ops):
         block_tables: Tensor,
         block_size: int,
         window: int | None = None,
-    ) -> AttentionPlan:
-        return self._reference.plan_attention(cu_seqlens_q, seq_lens, block_tables, block_size, window)
+    ) -> PagedAttentionPlan:
+        return PagedAttentionPlan.of(cu_seqlens_q, seq_lens, block_tables, block_size, window)
 
     def paged_attention(
-        self, q: Tensor, kv: KVCache, plan: AttentionPlan, scale: float, softcap: float | None = None
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        plan: PagedAttentionPlan,
+        scale: float,
+        softcap: float | None = None,
     ) -> Tensor:
-        return self._reference.paged_attention(q, kv, plan, scale, softcap)
+        rows, num_heads, head_dim = q.shape
+        out = torch.empty(rows, num_heads * head_dim)
+        sizes = (num_heads, kv.num_kv_heads, head_dim)
+        numbers = (float(scale), float(softcap or 0.0))
+        self._run(f"paged_attention_{kv.format}", q, q.stride(0), kv.data, plan.header, *sizes, *numbers, out)
+        return out
 
     def plan_lora(self, arena: Tensor, table: Tensor, acts: Tensor, segments: Tensor) -> CpuLoRA:
         return CpuLoRA.of(arena, table, acts, segments)

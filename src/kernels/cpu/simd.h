@@ -37,6 +37,12 @@ using bf16 = uint16_t;  // the upper half of a float
 
 MOTET_INLINE vf splat(float x) { return x - vf{}; }
 MOTET_INLINE vi splat_i(int32_t x) { return x - vi{}; }
+// 0, 1, 2 ...
+MOTET_INLINE vi lane_numbers() {
+  vi x;
+  for (int i = 0; i < kLanes; i++) x[i] = i;
+  return x;
+}
 MOTET_INLINE vu bits(vf x) { return (vu)x; }
 MOTET_INLINE vf from_bits(vu x) { return (vf)x; }
 
@@ -120,27 +126,27 @@ MOTET_INLINE bool any(vi mask) {
 #endif
 }
 
-MOTET_INLINE vf max(vf a, vf b) { return select(a > b, a, b); }
-MOTET_INLINE vf min(vf a, vf b) { return select(a < b, a, b); }
+MOTET_INLINE vf max(vf a, vf b) { return a > b ? a : b; }
+MOTET_INLINE vf min(vf a, vf b) { return a < b ? a : b; }
 
 // Sums and maxima of all lanes, always in the same order.
 template <int Width>
-MOTET_INLINE vf add_lanes_from(vf x) {  // x[i] + x[i + Width] in each of the first Width lanes
+MOTET_INLINE vf lanes_from(vf x) {  // x[i + Width] in lane i
   vi from;
   for (int i = 0; i < kLanes; i++) from[i] = (i + Width) % kLanes;
-  return x + __builtin_shuffle(x, from);
+  return __builtin_shuffle(x, from);
 }
 MOTET_INLINE float sum(vf x) {
-  if constexpr (kLanes > 8) x = add_lanes_from<8>(x);
-  if constexpr (kLanes > 4) x = add_lanes_from<4>(x);
-  return add_lanes_from<1>(add_lanes_from<2>(x))[0];
+  if constexpr (kLanes > 8) x = x + lanes_from<8>(x);
+  if constexpr (kLanes > 4) x = x + lanes_from<4>(x);
+  x = x + lanes_from<2>(x);
+  return (x + lanes_from<1>(x))[0];
 }
 MOTET_INLINE float max(vf x) {
-  float lanes[kLanes];
-  store(lanes, x);
-  float best = lanes[0];
-  for (int i = 1; i < kLanes; i++) best = lanes[i] > best ? lanes[i] : best;
-  return best;
+  if constexpr (kLanes > 8) x = max(x, lanes_from<8>(x));
+  if constexpr (kLanes > 4) x = max(x, lanes_from<4>(x));
+  x = max(x, lanes_from<2>(x));
+  return max(x, lanes_from<1>(x))[0];
 }
 
 // Rounds to the nearest whole number, halves to even. |x| < 2^22.
@@ -149,10 +155,10 @@ MOTET_INLINE vf round_even(vf x) {
   return (x + shift) - shift;
 }
 
-// e^x within 2 units in the last place; 0 below -87.3, as for -inf; x above 88 is taken as 88.
+// e^x within 2 units in the last place; 0 below -87.3, as for -inf; x above 88 is taken as 88. NaN stays NaN.
 MOTET_INLINE vf exp(vf x) {
   const vi vanishes = x < splat(-87.3f);
-  x = min(x, splat(88.0f));
+  x = min(splat(88.0f), x);
   x = select(vanishes, splat(0.0f), x);
   const vf n = round_even(x * splat(1.44269504f));
   vf r = fma(n, splat(-0.693359375f), x);  // ln 2 in two parts

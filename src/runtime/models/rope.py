@@ -127,17 +127,10 @@ class Rope:
     """cos and sin for a step's positions."""
 
     def __init__(self, config: RopeConfig, ops: Ops) -> None:
+        self._ops = ops
         self._frequencies = config.frequencies().to(ops.device)
         self._magnitude = 1.0 if config.scaling is None else config.scaling.magnitude
-        self._dtype = ops.activations
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] int64 -> cos, sin [T, rotary_dim] A, as `Ops.rope_and_store_kv` takes them.
-
-        Computed in float32, as transformers does.
-        """
-        angles = positions[:, None].float() * self._frequencies
-        cos, sin = angles.cos(), angles.sin()
-        if self._magnitude != 1.0:
-            cos, sin = cos.mul_(self._magnitude), sin.mul_(self._magnitude)
-        return torch.cat((cos, cos), -1).to(self._dtype), torch.cat((-sin, sin), -1).to(self._dtype)
+        """positions [T] int64 -> cos, sin [T, rotary_dim] A, as `Ops.rope_and_store_kv` takes them."""
+        return self._ops.rope_cos_sin(positions, self._frequencies, self._magnitude)
