@@ -12,7 +12,7 @@ import statistics
 import time
 from argparse import Namespace
 
-from benchmarks.common import Request, read_workload, report, runner_arguments
+from benchmarks.common import DTYPES, Request, read_workload, report, runner_arguments
 
 from motet import AsyncEngine, Completion, EngineConfig, SamplingParams
 
@@ -63,7 +63,8 @@ async def run(arguments: Namespace) -> None:
 
 
 def main() -> None:
-    parser = runner_arguments(__doc__, ["w2"], default=["w2"])
+    parser = runner_arguments(__doc__, "motet", ["w2"], default=["w2"])
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--requests", type=int, help="only so many of W2's")
     asyncio.run(run(parser.parse_args()))

@@ -1,4 +1,7 @@
-"""What every benchmark runner shares: its command line, its workload, its figures and how it reports them."""
+"""What every benchmark runner shares: its command line, its workload, its figures and how it reports them.
+
+Peers run in environments of their own, so this module and `drive.py` need nothing but psutil.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import argparse
 import json
 import statistics
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +20,10 @@ import psutil
 MODEL_FOLDER = Path("build/benchmarks/model")
 WORKLOADS_FOLDER = Path("build/benchmarks/workloads")
 ADAPTERS_FOLDER = Path("build/benchmarks/adapters")
+BF16_GGUF = Path("build/benchmarks/model-bf16.gguf")
+Q4_1_GGUF = Path("build/benchmarks/model-q4_1.gguf")
+PEERS_FOLDER = Path("build/peers")
+INSTALLED = "installed"  # a file in a peer's folder, once its installation has succeeded
 
 DTYPES = ("float32", "bfloat16")
 MiB = 1 << 20
@@ -40,15 +48,22 @@ class Timing(NamedTuple):
 
 
 def runner_arguments(
-    description: str | None, workloads: Sequence[str], default: Sequence[str]
+    description: str | None,
+    name: str,
+    workloads: Sequence[str],
+    default: Sequence[str],
+    model: Path = MODEL_FOLDER,
 ) -> argparse.ArgumentParser:
     """The command line of a runner that can do `workloads` and does `default` unless told."""
     parser = make_parser(description)
-    parser.add_argument("--model", default=str(MODEL_FOLDER), help="what prepare_model.py wrote")
+    parser.add_argument("--name", default=name, help="what its figures are reported under")
+    parser.add_argument("--model", default=str(model), help="what prepare_model.py wrote")
     parser.add_argument("--workloads", type=Path, default=WORKLOADS_FOLDER, help="what workloads.py wrote")
     parser.add_argument("--loads", nargs="+", choices=workloads, default=default)
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--threads", type=int, default=PHYSICAL_CORES)
+    if "w5" in workloads:
+        parser.add_argument("--rate", type=float, default=1.0, help="arrivals per second in w5")
+        parser.add_argument("--seconds", type=float, default=60.0, help="how long requests arrive in w5")
     return parser
 
 
@@ -66,7 +81,14 @@ def read_workload(folder: Path, name: str) -> list[Request]:
 
 def report(engine: str, test: str, **figures: float) -> None:
     """One JSON object on one line of standard output, which `compare.py` reads."""
-    print(json.dumps({"engine": engine, "test": test, **figures}), flush=True)
+    rounded = {key: float(f"{value:.5g}") for key, value in figures.items()}
+    print(json.dumps({"engine": engine, "test": test, **rounded}), flush=True)
+
+
+def report_startup(engine: str, first_token: float) -> None:
+    """Seconds from the start of this process to a moment of `time.perf_counter`, its first token's."""
+    age = time.time() - psutil.Process().create_time()
+    report(engine, "startup", seconds=age - (time.perf_counter() - first_token))
 
 
 def percentile(values: Sequence[float], q: float) -> float:
@@ -84,10 +106,11 @@ def medians(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def single_figures(timing: Timing) -> dict[str, float]:
-    """One request alone: times in ms, throughput in output tokens/s from sending to the last token."""
+    """One request alone: times in ms, output tokens/s from sending to the last token and from the first to the last."""
     gaps = [later - earlier for earlier, later in zip(timing.tokens, timing.tokens[1:], strict=False)]
     return {
         "tokens_per_s": len(timing.tokens) / (timing.tokens[-1] - timing.sent),
+        "decode_tokens_per_s": 1 / statistics.mean(gaps),
         "ttft_ms": 1e3 * (timing.tokens[0] - timing.sent),
         "itl_ms": 1e3 * statistics.mean(gaps),
         "itl_p99_ms": 1e3 * percentile(gaps, 99),

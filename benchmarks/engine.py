@@ -1,32 +1,29 @@
-"""motet under the workloads W1–W4.
+"""motet under the workloads W1–W5.
 
-python -m benchmarks.engine [--loads w1 w2] [--adapters FOLDER]
+python -m benchmarks.engine [--loads w1 w2] [--dtype bfloat16] [--quantization int8] [--adapters FOLDER]
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common import (
     ADAPTERS_FOLDER,
+    DTYPES,
+    MiB,
     PeakMemory,
     Request,
     Timing,
-    batch_figures,
-    latency_figures,
-    medians,
-    read_workload,
     report,
     runner_arguments,
-    single_figures,
 )
+from benchmarks.drive import drive
 
 from motet import AsyncEngine, EngineConfig, SamplingParams
-
-NAME = "motet"
 
 
 async def timed(engine: AsyncEngine, request: Request) -> Timing:
@@ -38,40 +35,50 @@ async def timed(engine: AsyncEngine, request: Request) -> Timing:
     return Timing(sent, tokens)
 
 
-async def load_adapters(engine: AsyncEngine, requests: list[Request], folder: Path) -> None:
+async def load_adapters(engine: AsyncEngine, requests: Sequence[Request], folder: Path) -> None:
     loaded = {info.name for info in engine.adapters()}
     for name in sorted({request.adapter for request in requests if request.adapter} - loaded):
         await engine.load_adapter(name, folder / name)
 
 
+def config_of(arguments: Namespace) -> EngineConfig:
+    """Options that were not given keep the engine's own defaults."""
+    options = {
+        "dtype": arguments.dtype,
+        "quantization": arguments.quantization,
+        "threads": arguments.threads,
+        "max_num_batched_tokens": arguments.max_num_batched_tokens,
+        "kv_cache_bytes": arguments.kv_cache_mib and arguments.kv_cache_mib * MiB,
+    }
+    return EngineConfig.model_validate({key: value for key, value in options.items() if value is not None})
+
+
 async def run(arguments: Namespace) -> None:
-    config = EngineConfig(
-        dtype=arguments.dtype,
-        threads=arguments.threads,
-        max_num_batched_tokens=arguments.max_num_batched_tokens,
-    )
     with PeakMemory() as memory:
-        async with AsyncEngine(arguments.model, config) as engine:
-            warm = read_workload(arguments.workloads, "warm")
-            await asyncio.gather(*[timed(engine, request) for request in warm])
-            for load in arguments.loads:
-                requests = read_workload(arguments.workloads, load)
-                await load_adapters(engine, requests, arguments.adapters)
-                if load == "w1":
-                    figures = medians([single_figures(await timed(engine, request)) for request in requests])
-                else:
-                    started = time.perf_counter()
-                    timings = await asyncio.gather(*[timed(engine, request) for request in requests])
-                    seconds = time.perf_counter() - started
-                    figures = {**batch_figures(requests, seconds), **latency_figures(timings)}
-                report(NAME, load, **figures)
-    report(NAME, "memory", peak_mib=memory.peak_mib)
+        async with AsyncEngine(arguments.model, config_of(arguments)) as engine:
+            await drive(
+                arguments,
+                lambda request: timed(engine, request),
+                lambda requests: load_adapters(engine, requests, arguments.adapters),
+            )
+    report(arguments.name, "memory", peak_mib=memory.peak_mib)
+
+
+def engine_arguments(description: str | None) -> ArgumentParser:
+    """How an engine is made, for every script that makes one from the command line."""
+    parser = runner_arguments(
+        description, "motet", ["w1", "w2", "w3", "w3b64", "w4", "w5"], default=["w1", "w2"]
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--quantization", help="as EngineConfig has it")
+    parser.add_argument("--max-num-batched-tokens", type=int)
+    parser.add_argument("--kv-cache-mib", type=int)
+    return parser
 
 
 def main() -> None:
-    parser = runner_arguments(__doc__, ["w1", "w2", "w3", "w3b64", "w4"], default=["w1", "w2"])
+    parser = engine_arguments(__doc__)
     parser.add_argument("--adapters", type=Path, default=ADAPTERS_FOLDER)
-    parser.add_argument("--max-num-batched-tokens", type=int)
     asyncio.run(run(parser.parse_args()))
 
 

@@ -1,4 +1,4 @@
-"""transformers' continuous batching (`ContinuousBatchingManager`): W2 and W4, all requests at once.
+"""transformers' continuous batching (`ContinuousBatchingManager`): W1, W2, W4, W5.
 
 python -m benchmarks.peers.transformers_continuous [--loads w2]
 """
@@ -7,28 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from argparse import Namespace
+import uuid
 from typing import Any
 
 import torch
-from benchmarks.common import (
-    PeakMemory,
-    Request,
-    Timing,
-    batch_figures,
-    latency_figures,
-    read_workload,
-    report,
-    runner_arguments,
-)
+from benchmarks.common import DTYPES, PeakMemory, Request, Timing, report, runner_arguments
+from benchmarks.drive import drive
 from transformers import AutoModelForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-NAME = "transformers-continuous"
 NO_TOKEN = -1
 
 
-async def timed(manager: Any, request: Request, request_id: str) -> Timing:
+async def timed(manager: Any, request: Request) -> Timing:
     """Sends one request; its tokens are stamped where the manager delivers them, on the event loop."""
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     tokens: list[float] = []
@@ -41,6 +32,7 @@ async def timed(manager: Any, request: Request, request_id: str) -> Timing:
         elif output.is_finished():
             ended.set_result(None)
 
+    request_id = uuid.uuid4().hex
     manager.register_result_handler(request_id, on_result)
     sent = time.perf_counter()
     manager.add_request(
@@ -55,20 +47,9 @@ async def timed(manager: Any, request: Request, request_id: str) -> Timing:
     return Timing(sent, tokens)
 
 
-async def run(manager: Any, arguments: Namespace) -> None:
-    warm = read_workload(arguments.workloads, "warm")
-    await asyncio.gather(*[timed(manager, request, f"warm-{request.id}") for request in warm])
-    for load in arguments.loads:
-        requests = read_workload(arguments.workloads, load)
-        started = time.perf_counter()
-        streams = [timed(manager, request, f"{load}-{request.id}") for request in requests]
-        timings = await asyncio.gather(*streams)
-        seconds = time.perf_counter() - started
-        report(NAME, load, **batch_figures(requests, seconds), **latency_figures(timings))
-
-
 def main() -> None:
-    parser = runner_arguments(__doc__, ["w2", "w4"], default=["w2"])
+    parser = runner_arguments(__doc__, "transformers-continuous", ["w1", "w2", "w4", "w5"], default=["w2"])
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--num-blocks", type=int, default=256)
     parser.add_argument("--max-batch-tokens", type=int, help="default: what transformers chooses")
     arguments = parser.parse_args()
@@ -87,10 +68,10 @@ def main() -> None:
         )
         manager.start()
         try:
-            asyncio.run(run(manager, arguments))
+            asyncio.run(drive(arguments, lambda request: timed(manager, request)))
         finally:
             manager.stop(block=True)
-    report(NAME, "memory", peak_mib=memory.peak_mib)
+    report(arguments.name, "memory", peak_mib=memory.peak_mib)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from benchmarks.common import (
+    DTYPES,
     PeakMemory,
     Request,
     Timing,
@@ -17,13 +18,13 @@ from benchmarks.common import (
     medians,
     read_workload,
     report,
+    report_startup,
     runner_arguments,
     single_figures,
 )
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-NAME = "transformers-static"
 PADDING_ID = 2
 
 
@@ -76,7 +77,8 @@ def generate_batch(model: Any, requests: list[Request]) -> None:
 
 
 def main() -> None:
-    parser = runner_arguments(__doc__, ["w1", "w2", "w4"], default=["w1", "w2"])
+    parser = runner_arguments(__doc__, "transformers", ["w1", "w2", "w4"], default=["w1", "w2"])
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--batch-size", type=int, default=32)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -85,18 +87,19 @@ def main() -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype)
         model.eval()
         model.generation_config.eos_token_id = None
-        generate_one(model, read_workload(arguments.workloads, "warm")[0])
+        first = generate_one(model, read_workload(arguments.workloads, "warm")[0])
+        report_startup(arguments.name, first.tokens[0])
         for load in arguments.loads:
             requests = read_workload(arguments.workloads, load)
             if load == "w1":
                 figures = medians([single_figures(generate_one(model, request)) for request in requests])
             else:
                 started = time.perf_counter()
-                for first in range(0, len(requests), arguments.batch_size):
-                    generate_batch(model, requests[first : first + arguments.batch_size])
+                for start in range(0, len(requests), arguments.batch_size):
+                    generate_batch(model, requests[start : start + arguments.batch_size])
                 figures = batch_figures(requests, time.perf_counter() - started)
-            report(NAME, load, **figures)
-    report(NAME, "memory", peak_mib=memory.peak_mib)
+            report(arguments.name, load, **figures)
+    report(arguments.name, "memory", peak_mib=memory.peak_mib)
 
 
 if __name__ == "__main__":

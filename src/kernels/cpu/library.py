@@ -22,6 +22,9 @@ _KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 
 _OPS: Mapping[str, str] = MappingProxyType(
     {
+        "ceiling_read": "pip",
+        "ceiling_f32": "iipp",
+        "ceiling_int8": "iipp",
         "linear_f32": "piiippp",
         "linear_bf16": "piiippp",
         "pack_f32": "piip",
@@ -41,7 +44,6 @@ _OPS: Mapping[str, str] = MappingProxyType(
         "take_rows": "pipip",
         "softcap": "pif",
         "greedy": "piipp",
-        "uniform": "pppiip",
         "sample": "piipppppp",
         "logprobs": "piipippp",
         "linear_int8": "piiippppp",

@@ -1,0 +1,80 @@
+"""What this machine can do at most, with the threads and the vectors of the native library's ops.
+
+    python -m benchmarks.ceiling [--threads 2] [--rounds 9]
+
+Read: the sum of 512 MiB of float32 that no cache holds, in huge pages. Operations: multiply-adds in registers alone,
+as float32 and of bytes into int32. Each is the best of all rounds: on a shared machine the
+others show the neighbours. bf16 weights become float32 before they are multiplied, so their ceiling is float32's.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable
+
+import numpy as np
+from benchmarks.common import PHYSICAL_CORES, MiB, make_parser, report
+
+from motet.kernels.cpu.library import Threads, open_library
+
+READ_BYTES = 512 * MiB
+BLOCK = 1 << 15  # floats whose sum is one number, as in ceiling.cpp
+PARTS, STEPS = 64, 10_000  # some 250 million operations
+
+
+class Ceiling:
+    """Measures when it is asked, so that a benchmark can put a measurement beside each of its own."""
+
+    def __init__(self, threads: int, isa: str | None = None) -> None:
+        self.isa, self._library = open_library(isa)
+        self._threads = Threads(self._library, threads)
+        memory = mmap.mmap(-1, READ_BYTES)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        self._numbers = np.frombuffer(memory, np.float32)
+        self._numbers.fill(1)
+        self._sums = np.empty(max(PARTS, self._numbers.size // BLOCK), np.float32)
+        self._operations = np.zeros(1, np.int64)
+
+    def read_bytes_per_s(self) -> float:
+        sums = self._sums
+        seconds = seconds_of(
+            lambda: self._library.motet_ceiling_read(
+                self._threads.handle, self._numbers.ctypes.data, self._numbers.size, sums.ctypes.data
+            )
+        )
+        assert np.all(sums[: self._numbers.size // BLOCK] == BLOCK), "it did not read all"
+        return READ_BYTES / seconds
+
+    def operations_per_s(self, kind: str) -> float:
+        """kind: f32 or int8. A multiply-add is two operations."""
+        function = getattr(self._library, f"motet_ceiling_{kind}")
+        arguments = self._threads.handle, PARTS, STEPS, self._sums.ctypes.data, self._operations.ctypes.data
+        seconds = seconds_of(lambda: function(*arguments))
+        return float(self._operations[0]) / seconds
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--threads", type=int, default=PHYSICAL_CORES)
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    ceiling = Ceiling(arguments.threads)
+    rounds = range(arguments.rounds)
+    report(
+        f"{ceiling.isa}, {arguments.threads} threads",
+        "ceiling",
+        read_gb_per_s=max(ceiling.read_bytes_per_s() for _ in rounds) / 1e9,
+        f32_gflop_per_s=max(ceiling.operations_per_s("f32") for _ in rounds) / 1e9,
+        int8_gop_per_s=max(ceiling.operations_per_s("int8") for _ in rounds) / 1e9,
+    )
+
+
+if __name__ == "__main__":
+    main()
