@@ -85,6 +85,10 @@ class Ops(ABC):
         """
         return None
 
+    def arrays_of(self, plan: AttentionPlan | LoRAPlan) -> tuple[Tensor, ...]:
+        """The arrays through which recorded ops see a step's plan: part of `record`'s inputs."""
+        return ()
+
     @abstractmethod
     def pack_linear(self, weight: Tensor) -> LinearWeight:
         """The weight [N, K] D as this backend likes it best; may take the memory over."""

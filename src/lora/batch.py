@@ -27,7 +27,7 @@ class LoRABatch:
         self.row_slot = np.asarray(row_slot, dtype=np.int64)
         self.segments = _runs(self.row_slot)
         acts = arena.acts(self.segments[:, 0])
-        self._plan = ops.plan_lora(
+        self.plan = ops.plan_lora(
             arena.data, arena.table, torch.from_numpy(acts), torch.from_numpy(self.segments)
         )
 
@@ -41,7 +41,7 @@ class LoRABatch:
         x [T, in_features] is the linear's input, out [T, sum(out_features)] its output, before any epilogue. At an
         embedding x is [T] int64, the ids.
         """
-        self._ops.add_lora(x, self._arena.slices(site.index), self._plan, out)
+        self._ops.add_lora(x, self._arena.slices(site.index), self.plan, out)
 
 
 def _runs(row_slot: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -44,6 +44,12 @@ class ForwardBatch:
     prompt_rows: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
     """(request id, how many of the likeliest, the next tokens of that many rows of the P), in their order."""
 
+    def arrays(self, ops: Ops) -> list[Tensor]:
+        """Every array that the model's ops read and that differs between two steps of one shape."""
+        loras = (lora.plan for lora in (self.lora, self.logits_lora) if lora is not None)
+        plans = [array for plan in (*self.attention.values(), *loras) for array in ops.arrays_of(plan)]
+        return [self.input_ids, self.positions, self.slot_mapping, self.logits_rows, *plans]
+
 
 @dataclass(slots=True)
 class _Row:

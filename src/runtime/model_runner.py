@@ -11,6 +11,7 @@ from motet.kernels.ops import Ops
 from motet.lora.arena import AdapterArena
 from motet.runtime.forward_batch import BatchBuilder
 from motet.runtime.models.base import CausalLM, KVGroup
+from motet.runtime.recorded_steps import RecordedSteps
 from motet.runtime.sampler import prompt_logprobs, sample
 from motet.runtime.scheduler_output import Sample, SchedulerOutput, StepResult
 
@@ -39,13 +40,13 @@ class ModelRunner:
         block_size: int,
         max_num_seqs: int,
     ) -> None:
-        self._model = model
         self._ops = ops
         self._block_size = block_size
         self._kv_caches = [
             ops.new_kv_cache(num_blocks, block_size, group.num_kv_heads, group.head_dim)
             for _ in range(group.num_layers)
         ]
+        self._steps = RecordedSteps(ops, model, self._kv_caches)
         max_blocks = -(-model.max_model_len // block_size)
         self._batches = BatchBuilder(
             ops,
@@ -64,7 +65,7 @@ class ModelRunner:
             for kv in self._kv_caches:
                 self._ops.copy_kv_blocks(kv, sources, destinations, self._block_size)
         batch = self._batches.build(plan)
-        logits = self._model.forward(batch, self._kv_caches)
+        logits = self._steps(batch)
         samples: dict[int, tuple[Sample, ...]] = {}
         faults: dict[int, RequestFailed] = {}
         if batch.request_ids:

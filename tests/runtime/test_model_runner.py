@@ -64,16 +64,16 @@ def test_case_13_a_batch_of_base_and_six_ranks_has_pefts_logits_in_each_row(
     runtime.adapter_loader.run_jobs()
     names = [None, *adapters]
     requests = [add(runtime, prompt, 4, name) for prompt, name in zip(PROMPTS, names, strict=True)]
-    model = runtime.core._runner._model
+    runner = runtime.core._runner
     seen: list[tuple[tuple[int, ...], Tensor]] = []
 
-    def forward(batch, kv_caches, real=model.forward):
-        logits = real(batch, kv_caches)
+    def forward(batch, real=runner._steps):
+        logits = real(batch)
         assert batch.lora is not None
         seen.append((batch.request_ids, logits.clone()))
         return logits
 
-    monkeypatch.setattr(model, "forward", forward)
+    monkeypatch.setattr(runner, "_steps", forward)
     run(runtime)
     assert [len(ids) for ids, _ in seen] == [7] * 4, "all seven rows share each step"
     for request, name in zip(requests, names, strict=True):

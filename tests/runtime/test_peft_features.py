@@ -121,15 +121,15 @@ def mixed_logits(
         request.set_prompt([3 + (7 * i * (row + 1)) % 250 for i in range(5 + row)], None)
         runtime.core.scheduler.add(request)
         requests.append(request)
-    model = runtime.core._runner._model
+    runner = runtime.core._runner
     steps: list[dict[int, Tensor]] = []
 
-    def forward(batch, kv_caches, real=model.forward):
-        logits = real(batch, kv_caches)
+    def forward(batch, real=runner._steps):
+        logits = real(batch)
         steps.append(dict(zip(batch.request_ids, logits.clone(), strict=True)))
         return logits
 
-    monkeypatch.setattr(model, "forward", forward)
+    monkeypatch.setattr(runner, "_steps", forward)
     while runtime.core.has_work:
         runtime.core.step()
     assert [len(step) for step in steps] == [len(names)] * 4

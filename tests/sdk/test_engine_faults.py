@@ -68,7 +68,7 @@ async def test_case_24_a_fault_in_the_bookkeeping_ends_every_stream_and_call(
     await engine.load_adapter("loaded", adapters["r5"])
     monkeypatch.setattr(owner, method, strike)
     if method == "abandon":
-        engine._running()[1].core._runner._model.forward = lambda *_: 1 / 0
+        engine._running()[1].core._runner._steps = lambda *_: 1 / 0
     streams = []
     for name in (None, "loaded", None, "unknown"):
         with suppress(EngineDead):  # the fault may strike before all have begun

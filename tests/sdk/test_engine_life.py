@@ -225,14 +225,14 @@ async def test_a_closed_engine_lets_its_weights_go_at_once(tiny_folder: Path, di
     await engine.start()
     stream = engine.stream("text", LONG)
     await stream.__anext__()
-    model = engine._running()[1].core._runner._model
-    weights = weakref.ref(model._embedding.table)
+    runner = engine._running()[1].core._runner
+    weights = weakref.ref(runner._steps._model._embedding.table)
     if dies:
-        model.forward = None
+        runner._steps = None
         with pytest.raises(EngineDead) as caught:
             await stream.result()
         assert caught.value.cause
-    del model
+    del runner
     gc.disable()  # no cycle may hold them
     try:
         await engine.aclose()
@@ -304,13 +304,13 @@ async def test_case_24_logits_that_are_not_finite_end_that_stream_alone(
 
 @pytest.mark.anyio
 async def test_what_a_fault_has_touched_is_never_found_in_the_prefix_cache(engine: AsyncEngine):
-    model = engine._running()[1].core._runner._model
-    prompt, real = [5] * 40, model.forward
+    runner = engine._running()[1].core._runner
+    prompt, real = [5] * 40, runner._steps
     expected = (await engine.generate(prompt, SHORT, tenant="other")).token_ids
-    model.forward = lambda batch, kv_caches: real(batch, kv_caches) * float("nan")
+    runner._steps = lambda batch: real(batch) * float("nan")
     with pytest.raises(RequestFailed, match="not finite"):
         await engine.generate(prompt, SHORT)
-    model.forward = real
+    runner._steps = real
     completion = await engine.generate(prompt, SHORT)
     assert (completion.token_ids, completion.usage.cached_tokens) == (expected, 0)
 

@@ -167,7 +167,7 @@ async def test_an_engines_death_is_told_to_every_request_once(tiny_folder: Path)
     def fail(*_: object) -> None:
         raise ZeroDivisionError("step k")
 
-    engine._running()[1].core._runner._model.forward = fail
+    engine._running()[1].core._runner._steps = fail
     for stream in streams:
         with pytest.raises(EngineDead):
             await stream.result()

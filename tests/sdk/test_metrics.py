@@ -339,7 +339,7 @@ async def test_a_dead_engine_is_seen_as_down_until_it_is_closed(
         def fail(*_: object) -> None:
             raise ZeroDivisionError("step k")
 
-        engine._running()[1].core._runner._model.forward = fail
+        engine._running()[1].core._runner._steps = fail
         for stream in streams:
             with pytest.raises(EngineDead):
                 await stream.result()

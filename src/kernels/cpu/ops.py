@@ -65,6 +65,9 @@ class CpuOps(Ops):
             self._arena = torch.empty(program.arena_bytes, dtype=torch.uint8)
         return lambda inputs: program.run(self._threads, inputs, self._arena)
 
+    def arrays_of(self, plan: PagedAttentionPlan | CpuLoRA) -> tuple[Tensor, ...]:
+        return (plan.header,)
+
     def pack_linear(self, weight: Tensor) -> PackedWeight:
         columns, inner = weight.shape
         if self._quantization == "int8":

@@ -84,14 +84,15 @@ class Program:
                     if kind == "made":
                         lifetimes[which] = (lifetimes.get(which, (i, i))[0], i)
                 words.append(_word(argument))
-        kind, which, offset = owners.find(output)
-        assert kind == "made", "what the step returns was there before it"
-        lifetimes[which] = (lifetimes[which][0], self._num_calls)
+        kind, last, offset = owners.find(output)
+        if output.numel():
+            assert kind == "made", "what the step returns was there before it"
+            lifetimes[last] = (lifetimes[last][0], self._num_calls)
         starts, self.arena_bytes = _lay_out(lifetimes, [owners.nbytes(tensor) for tensor in recording.made])
         self._words = np.array(words, dtype=np.int64)
         self._made = np.array([(word, starts[i] + at) for word, i, at in places["made"]]).reshape(-1, 2).T
         self._inputs = np.array(places["input"], dtype=np.int64).reshape(-1, 3).T
-        self._output_start = starts[which] + offset
+        self._output_start = starts.get(last, 0) + offset
         self._arena_address = 0
 
     def run(self, threads: Threads, inputs: Sequence[Tensor], arena: Tensor) -> Tensor:

@@ -63,6 +63,15 @@ def test_replays_of_different_shapes_share_one_arena_and_stay_right_when_it_grow
             assert torch.equal(replay([ids]), network(ids))
 
 
+def test_a_step_that_returns_no_row_is_replayed_too(ops: CpuOps) -> None:
+    network = Network(ops)
+    ids = torch.arange(0)
+    with torch.inference_mode():
+        replay = ops.record(lambda: network(ids), [ids])
+        assert replay is not None
+        assert replay([ids]).shape == (0, 7)
+
+
 def test_a_step_that_torch_computes_in_part_is_not_recorded(
     ops: CpuOps, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,48 @@
+"""RecordedSteps: the model's forward pass, replayed where that is much shorter than calling op after op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from motet.kernels.ops import KVCache, Ops, Replay
+from motet.runtime.forward_batch import ForwardBatch
+from motet.runtime.models.base import CausalLM
+
+Shape = tuple[int, int, bool, bool]
+"""(T, rows of logits, whether any of T and of those have adapters): what the calls of a step depend on."""
+
+MAX_ROWS = 64
+"""Steps of more rows run op by op: what lies between ops is little beside them, and few shapes come twice."""
+
+
+class RecordedSteps:
+    """Runs a model's steps, those of few rows by replay.
+
+    A shape is recorded when it comes for the second time; many never do.
+    """
+
+    def __init__(self, ops: Ops, model: CausalLM, kv_caches: Sequence[KVCache]) -> None:
+        self._ops = ops
+        self._model = model
+        self._kv_caches = kv_caches
+        self._seen: set[Shape] = set()
+        self._replays: dict[Shape, Replay | None] = {}
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """Logits [R, V] float32, valid until the next step."""
+        lora = batch.lora is not None, batch.logits_lora is not None
+        shape = (len(batch.input_ids), len(batch.logits_rows), *lora)
+        if shape[0] > MAX_ROWS:
+            return self._forward(batch)
+        if shape not in self._seen:
+            self._seen.add(shape)
+            return self._forward(batch)
+        if shape not in self._replays:
+            self._replays[shape] = self._ops.record(lambda: self._forward(batch), batch.arrays(self._ops))
+        replay = self._replays[shape]
+        return self._forward(batch) if replay is None else replay(batch.arrays(self._ops))
+
+    def _forward(self, batch: ForwardBatch) -> Tensor:
+        return self._model.forward(batch, self._kv_caches)
