@@ -46,9 +46,11 @@ class LoRABatch:
 
 def _runs(row_slot: NDArray[np.int64]) -> NDArray[np.int64]:
     """[n, 3]: (slot, first row, last row + 1) of the longest runs of one adapter."""
-    edges = np.flatnonzero(row_slot[1:] != row_slot[:-1]) + 1
-    ends = np.append(edges, len(row_slot)) if len(row_slot) else edges
-    firsts = np.append(0, edges)[: len(ends)]
-    slots = row_slot[firsts]
-    runs: NDArray[np.int64] = np.stack((slots, firsts, ends), axis=1)[slots >= 0]
-    return runs
+    if not len(row_slot):
+        return np.empty((0, 3), dtype=np.int64)
+    edges = np.flatnonzero(row_slot[1:] != row_slot[:-1])
+    runs = np.empty((len(edges) + 1, 3), dtype=np.int64)
+    runs[0, 1], runs[-1, 2] = 0, len(row_slot)
+    runs[1:, 1] = runs[:-1, 2] = edges + 1
+    runs[:, 0] = row_slot[runs[:, 1]]
+    return runs[runs[:, 0] >= 0]

@@ -1,8 +1,9 @@
 // What adapters add to a linear's output, each row's own adapter at its own rank (SGMV, arXiv 2310.18547):
 // y = scale · y + shift + B · (A · x), where A is [rank, inner] and B is [rank, columns], so transposed.
 //
-// Both products run along contiguous memory: shrink (A · x) along the inputs, expand (B · h) along the outputs, so that any rank
-// fills the vectors. With few rows per adapter it is the adapters' weights that cost, and each is read once. Every
+// Both products run along contiguous memory, shrink (A · x) along the inputs and expand (B · h) along the outputs, so
+// that any rank fills the vectors. With few rows per adapter it is the adapters' weights that cost: they are read once
+// from memory, and asked for some rows ahead, as the hardware's own prefetching ends with each row and page. Every
 // number is summed in an order that depends on its own row and adapter alone, however the work is shared out.
 #include <memory>
 #include <vector>
@@ -12,6 +13,13 @@
 
 namespace motet {
 namespace {
+
+constexpr int kRows = 4;           // rows that meet a piece of A or B while it is in registers
+constexpr int kRanks = 4;          // rows of A, or of B, that meet them there; 8 if there is but one row
+constexpr int64_t kColumns = 512;  // of B and of the output, as much as stays in the first-level cache
+
+// Less than so many multiply-adds (of kRows rows each) are not worth a barrier.
+constexpr int64_t kSmall = 24 << 10;
 
 // One projection's part of an adapter: offsets into the arena, -1: there is none.
 struct Entry {
@@ -50,15 +58,8 @@ struct Task {
   int64_t first, rows, left, columns;
   float* h;  // A · x: [rows][rank]
 
-  int64_t cost(int64_t inner) const { return entry.rank * (inner + columns) * ((rows + 3) / 4); }
+  int64_t cost(int64_t inner) const { return entry.rank * (inner + columns) * ((rows + kRows - 1) / kRows); }
 };
-
-constexpr int kRows = 4;    // rows that meet a piece of A or B while it is in registers
-constexpr int kRanks = 4;   // rows of A, or of B, that meet them there; 8 if there is but one row
-constexpr int64_t kColumns = 512;  // of B and of the output, as much as stays in the first-level cache
-
-// Costs below this many multiply-adds (of up to 4 rows each) are not worth a barrier.
-constexpr int64_t kSmall = 24 << 10;
 
 // h[r][j] = A[j] · x[r] for R rows and J ranks.
 template <int R, int J, class W>
@@ -70,6 +71,7 @@ MOTET_INLINE void dots(const float* x, const W* a, int64_t inner, float* h, int6
     for (int r = 0; r < R; r++) rows[r] = load(x + r * inner + k);
     for (int j = 0; j < J; j++) {
       const vf weights = load(a + j * inner + k);
+      __builtin_prefetch(a + (j + J) * inner + k);  // or what lies behind A: B
       for (int r = 0; r < R; r++) sums[r][j] = fma(rows[r], weights, sums[r][j]);
     }
   }
@@ -125,7 +127,10 @@ MOTET_INLINE void add_product(const float* h, int64_t rank, const W* b, int64_t 
   int64_t c = 0;
   for (; c + kLanes <= columns; c += kLanes) {
     vf weights[J];
-    for (int j = 0; j < J; j++) weights[j] = load(b + j * b_stride + c);
+    for (int j = 0; j < J; j++) {
+      weights[j] = load(b + j * b_stride + c);
+      __builtin_prefetch(b + (j + J) * b_stride + c);
+    }
     for (int r = 0; r < R; r++) {
       vf y = load(out + r * stride + c);
       for (int j = 0; j < J; j++) y = fma(factors[r][j], weights[j], y);

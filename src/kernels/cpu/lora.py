@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,10 @@ SEGMENT_ROWS = 32
 
 @dataclass(frozen=True)
 class CpuLoRA:
-    """A step's adapters, behind one address: another step's header, copied over this one, makes it that step's."""
+    """A step's adapters, behind one address: a recorded step is given that of another's header.
+
+    Two plans never share a header, so a recording can tell them apart.
+    """
 
     format: str  # of the arena
     header: Tensor  # [6] int64, as `Plan` in lora.cpp
@@ -25,17 +29,9 @@ class CpuLoRA:
     def of(cls, arena: Tensor, table: Tensor, acts: Tensor, segments: Tensor) -> CpuLoRA:
         """As `Ops.plan_lora`."""
         pieces = _cut(segments)
-        header = torch.tensor(
-            (
-                arena.data_ptr(),
-                table.data_ptr(),
-                table.shape[1],
-                acts.data_ptr(),
-                pieces.data_ptr(),
-                len(pieces),
-            )
-        )
-        return cls(FORMATS[arena.dtype], header, (arena, table, acts, pieces))
+        tables = (arena.data_ptr(), table.data_ptr(), table.shape[1], acts.data_ptr())
+        header = np.array((*tables, pieces.data_ptr(), len(pieces)), dtype=np.int64)
+        return cls(FORMATS[arena.dtype], torch.from_numpy(header), (arena, table, acts, pieces))
 
 
 def _cut(segments: Tensor) -> Tensor:
