@@ -1,11 +1,12 @@
 // softmax(scale · q · kᵀ) · v over paged keys and values: decode and prefill are one op.
 //
-// The query rows of one KV head (its query heads are rows too: GQA, arXiv 2305.13245) go together over the context, 64
-// tokens at a time, each with a running maximum, a sum of weights and a weighted sum of values (online softmax, arXiv
-// 1805.02867; FlashAttention-2, arXiv 2307.08691). Whatever goes together, a row meets its tokens in one order, in steps
-// that lie at absolute positions, and skips those that it does not see: its result has the same bits alone, in any batch,
-// and however its prompt is cut into chunks. Every 512 tokens a row begins anew and the outcomes are merged, in order:
-// so the stretches of a long context can be shared out (Flash-Decoding), and are or are not with the same result.
+// The query rows of one KV head (its query heads are rows too: GQA, arXiv 2305.13245) go together over the context,
+// 64 tokens at a time, each with a running maximum, a sum of weights and a weighted sum of values (online softmax,
+// arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Whatever goes together, a row meets its tokens in one
+// order, in steps that lie at absolute positions, and skips those that it does not see: its result has the same
+// bits alone, in any batch, and however its prompt is cut into chunks. Every 512 tokens a row begins anew and the
+// outcomes are merged, in order: so the stretches of a long context can be shared out (Flash-Decoding), and are or
+// are not with the same result.
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
@@ -238,15 +239,16 @@ MOTET_INLINE void add_values(const float* weights, const Step<D>& step, int64_t 
 
 // R rows, from `row` on, meet a step of which each sees something.
 template <int R, class D>
-void meet(const Heads& heads, const Step<D>& step, const Sight& sight, int64_t row, const float* q, const State& state) {
+void meet(const Heads& heads, const Step<D>& step, const Sight& sight, int64_t row, const float* q,
+          const State& state) {
   alignas(64) float scores[R * kStep];
   const int64_t dim = heads.kv.head_dim, width = heads.kv.width();
   score<R>(q + row * dim, dim, dim, step, scores);
   for (int64_t r = row; r < row + R; r++)
     weigh(heads, step, sight.begin[r], sight.end[r], scores + (r - row) * kStep, state.best[r],
           state.weight + r * kLanes, state.values + r * width);
-  // What all rows see is added together; what only some see, before and behind it, one by one: a weight of 0 would not do,
-  // as values that a row may not see can be NaN.
+  // What all rows see is added together; what only some see, before and behind it, one by one: a weight of 0 would
+  // not do, as values that a row may not see can be NaN.
   float* values = state.values + row * width;
   const int64_t begin = std::max(step.begin, sight.begin[row + R - 1]);
   const int64_t end = std::max(begin, std::min(step.end, sight.end[row]));
@@ -303,8 +305,8 @@ Step<float> unpacked(const Step<bf16>& packed, const KVShape& kv, float* memory)
 }
 const Step<float>& unpacked(const Step<float>& step, const KVShape&, float*) { return step; }
 
-// Some of a sequence's rows of one KV head (row = its position among the step's · group + query head), and the tiles of
-// the context that they meet.
+// Some of a sequence's rows of one KV head (row = its position among the step's · group + query head), and the
+// tiles of the context that they meet.
 struct Part {
   int64_t sequence, head, row, rows, tile, end_tile;
   int64_t partial;  // where among the partial states its own is left; -1: nowhere, the result is complete

@@ -1,10 +1,10 @@
 // One layer's paged keys and values: where they lie.
 //
-// Tokens stand in tiles of 16, so that a vector holds one dimension of K of all of a tile's tokens, or some dimensions of
-// V of one. A block is, for each KV head, its tiles; a tile is K [head_dim][16], then V [16][head_dim], in bf16 with every
-// two rows interleaved: K [head_dim / 2][16][2], V [8][head_dim][2]. (The layout of K: arXiv 2309.06180 packs it likewise.)
-// A block_size that is no multiple of 16 leaves lanes of each block's last tile unused, a head_dim that is none leaves the
-// last dimensions.
+// Tokens stand in tiles of 16, so that a vector holds one dimension of K of all of a tile's tokens, or some
+// dimensions of V of one. A block is, for each KV head, its tiles; a tile is K [head_dim][16], then V
+// [16][head_dim], in bf16 with every two rows interleaved: K [head_dim / 2][16][2], V [8][head_dim][2]. (The layout
+// of K: arXiv 2309.06180 packs it likewise.) A block_size that is no multiple of 16 leaves lanes of each block's
+// last tile unused, a head_dim that is none leaves the last dimensions.
 #pragma once
 
 #include <cstdint>
