@@ -34,7 +34,7 @@ AttentionPlan = Any
 Replay = Callable[[Sequence[Tensor]], Tensor]
 """A recorded step: given inputs of the recorded shapes, what the step returns of them, valid until the next replay."""
 
-Quantization = Literal["int8"]
+Quantization = Literal["int8", "int4"]
 """What the weights of linears and tables become at packing, as in `EngineConfig`."""
 
 

@@ -46,7 +46,7 @@ _OPS: Mapping[str, str] = MappingProxyType(
         "greedy": "piipp",
         "sample": "piipppppp",
         "logprobs": "piipippp",
-        "linear_int8": "piiippppp",
+        "linear_int8": "piiiippppp",
         "pack_int8_f32": "piipp",
         "pack_int8_bf16": "piipp",
         "unpack_int8_f32": "ppiip",
@@ -60,6 +60,11 @@ _OPS: Mapping[str, str] = MappingProxyType(
         "paged_attention_f32": "pippiiiffp",
         "paged_attention_bf16": "pippiiiffp",
         "copy_kv_blocks": "pppii",
+        "linear_int4": "piiiipppp",
+        "pack_int4_f32": "piiip",
+        "pack_int4_bf16": "piiip",
+        "unpack_int4_f32": "piiip",
+        "unpack_int4_bf16": "piiip",
     }
 )
 """What each op takes behind the threads, as the C++ sources have it: p an address, i an int64, f a float."""

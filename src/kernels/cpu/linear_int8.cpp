@@ -1,32 +1,20 @@
 // Products with weights of 8 bits: y = x · wᵀ (+ bias), x and y in float32 (W8A8).
 //
-// Each column of y has a scale of its weights, each row of x one of its activations, found anew in every step
-// (arXiv 2206.01861, without its groups); a product of bytes is summed exactly in 32 bits and scaled once. Sums of integers
-// have no order, so every build, tile and thread gives the same bits. Weights are stored as w + 128, since the
-// hardware multiplies unsigned by signed bytes; 128 · the sum of the row's bytes is taken off again.
+// Each column of y has a scale of its weights. A row of x has one for each group of k, found anew in every step: some
+// channels of a language model's activations are a hundred times as large as others (arXiv 2208.07339) and with one scale
+// would leave those no bits. Products of bytes are summed exactly in 32 bits within a group, groups in their order as
+// floats. Weights are stored as w + 128, since the hardware multiplies unsigned by signed bytes; 128 · the sum of
+// the group's activations is taken off again.
 // Panels: [N/32][K/4][32][4]; what lacks to whole panels and quads meets activations of 0.
 #include <vector>
 
 #include "abi.h"
-#include "panels.h"
 #include "quantise.h"
 
 namespace motet {
 namespace {
 
 constexpr int32_t kZero = 128;  // the byte that stands for a weight of 0
-constexpr int64_t kQuads = kPanel * kQuad;  // bytes of four k of a panel
-
-// Rows whose sums, with the weights they meet, fit the registers.
-#if defined(__AVX512VNNI__)
-constexpr int kTileRows = 12;
-#elif defined(__AVX512F__)
-constexpr int kTileRows = 8;
-#elif defined(__AVX2__)
-constexpr int kTileRows = 2;
-#else
-constexpr int kTileRows = 1;
-#endif
 
 struct Product {
   QuantisedRows x;
@@ -37,36 +25,30 @@ struct Product {
   float* y;
 };
 
-MOTET_INLINE int32_t load_quad(const int8_t* q) {
-  int32_t quad;
-  std::memcpy(&quad, q, sizeof quad);
-  return quad;
-}
-
 // Rows [row, row + R) of one panel.
 template <int R>
 void tile(const Product& p, int64_t row, int64_t panel) {
-  vi dots[R][kVectors];
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < kVectors; v++) dots[r][v] = splat_i(-kZero * p.x.sum[row + r]);
-
-  const int8_t* x = p.x.q + row * p.x.depth;
-  const uint8_t* w = p.w + panel * kPanel * p.x.depth;
-  for (int64_t k = 0; k < p.x.depth; k += kQuad, w += kQuads) {
-    vu weights[kVectors];
-    for (int v = 0; v < kVectors; v++) weights[v] = load_quads(w + v * kLanes * kQuad);
-    for (int r = 0; r < R; r++) {
-      const vi quad = splat_i(load_quad(x + r * p.x.depth + k));
-      for (int v = 0; v < kVectors; v++) dots[r][v] = dot4(dots[r][v], weights[v], quad);
-    }
-  }
-
+  const QuantisedRows& x = p.x;
+  const int64_t depth = round_up(x.inner, kQuad);
+  const uint8_t* w = p.w + panel * kPanel * depth;
   Sums<R> sums;
+  sums.clear();
+  for (int64_t g = 0; g < x.groups; g++) {
+    const int64_t begin = g * x.group;
+    const float* scale = x.scale + row * x.groups + g;
+    const int32_t* sum = x.sum + row * x.groups + g;
+    vi dots[R][kVectors];
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < kVectors; v++) dots[r][v] = splat_i(-kZero * sum[r * x.groups]);
+    multiply<R>(dots, x.q + row * x.depth + begin, x.depth, w + begin * kPanel, std::min(x.group, depth - begin));
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < kVectors; v++)
+        sums.at[r][v] = fma(to_float(dots[r][v]), splat(scale[r * x.groups]), sums.at[r][v]);
+  }
   const int64_t column = panel * kPanel;
   for (int v = 0; v < kVectors; v++) {
     const vf scale = load(p.scales + column + v * kLanes);
-    for (int r = 0; r < R; r++)
-      sums.at[r][v] = to_float(dots[r][v]) * (splat(p.x.scale[row + r]) * scale);
+    for (int r = 0; r < R; r++) sums.at[r][v] *= scale;
   }
   sums.store_to(p.y + row * p.columns + column, p.columns, panel_width(p.columns, column),
                 p.bias ? p.bias + column : nullptr);
@@ -120,12 +102,11 @@ void unpack(Threads& threads, const uint8_t* packed, const float* scales, int64_
 
 using namespace motet;
 
-// scratch: of `QuantisedRows`, one group for the whole row.
+// group: of activations that share a scale. scratch: see `QuantisedRows`.
 MOTET_API void motet_linear_int8(Threads* threads, const float* x, int64_t rows, int64_t inner, int64_t columns,
-                                 const uint8_t* w, const float* scales, const float* bias, float* scratch,
-                                 float* y) {
-  const QuantisedRows quantised(rows, inner, round_up(inner, kQuad), scratch);
-  linear(*threads, x, Product{quantised, columns, w, scales, bias, y});
+                                 int64_t group, const uint8_t* w, const float* scales, const float* bias,
+                                 float* scratch, float* y) {
+  linear(*threads, x, Product{QuantisedRows(rows, inner, group, scratch), columns, w, scales, bias, y});
 }
 MOTET_RECORDABLE(motet_linear_int8)
 

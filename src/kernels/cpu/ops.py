@@ -13,7 +13,7 @@ from motet.kernels.cpu.attention import PagedAttentionPlan, PagedKV
 from motet.kernels.cpu.library import Threads
 from motet.kernels.cpu.lora import CpuLoRA
 from motet.kernels.cpu.recording import Argument, NotRecordable, Program, Recording, Watch
-from motet.kernels.cpu.weights import FORMATS, PackedWeight
+from motet.kernels.cpu.weights import FORMATS, INT4_GROUP, INT8_GROUP, PackedWeight
 from motet.kernels.ops import LoRASlices, Ops, Quantization, Replay, SamplingRows
 from motet.kernels.reference import ReferenceOps
 
@@ -69,39 +69,57 @@ class CpuOps(Ops):
         return (plan.header,)
 
     def pack_linear(self, weight: Tensor) -> PackedWeight:
-        columns, inner = weight.shape
-        if self._quantization == "int8":
-            packed = PackedWeight.empty_int8(columns, inner)
-            op = f"pack_int8_{FORMATS[weight.dtype]}"
-        else:
-            packed = PackedWeight.empty(columns, inner, weight.dtype)
-            op = f"pack_{packed.format}"
-        self._run(op, weight.contiguous(), columns, inner, *packed.tensors())
-        return packed
+        return self._pack(weight, self._quantization)
 
     def pack_table(self, table: Tensor) -> PackedWeight:
-        return self.pack_linear(table)
+        # 8 bits in int4, too: errors of the table, and of the head that is tied to it, meet no later layer.
+        return self._pack(table, self._quantization and "int8")
+
+    def _pack(self, weight: Tensor, quantization: Quantization | None) -> PackedWeight:
+        columns, inner = weight.shape
+        weight = weight.contiguous()
+        suffix = FORMATS[weight.dtype]
+        if quantization is None:
+            packed = PackedWeight.empty(columns, inner, weight.dtype)
+            self._run(f"pack_{suffix}", weight, columns, inner, packed.data)
+        elif quantization == "int8":
+            packed = PackedWeight.empty_int8(columns, inner, INT8_GROUP)
+            self._run(f"pack_int8_{suffix}", weight, columns, inner, packed.data, packed.scales)
+        else:
+            packed = PackedWeight.empty_int4(columns, inner, INT4_GROUP)
+            self._run(f"pack_int4_{suffix}", weight, columns, inner, packed.group, packed.data)
+        return packed
 
     def unpack_linear(self, weight: PackedWeight) -> Tensor:
         out = torch.empty(weight.columns, weight.inner, dtype=self.dtype)
-        suffix = weight.format if weight.scales is None else f"{weight.format}_{FORMATS[self.dtype]}"
-        self._run(f"unpack_{suffix}", *weight.tensors(), *out.shape, out)
+        suffix = FORMATS[self.dtype]
+        if weight.format == "int8":
+            self._run(f"unpack_int8_{suffix}", weight.data, weight.scales, *out.shape, out)
+        elif weight.format == "int4":
+            self._run(f"unpack_int4_{suffix}", weight.data, *out.shape, weight.group, out)
+        else:
+            self._run(f"unpack_{suffix}", weight.data, *out.shape, out)
         return out
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         y = torch.empty(len(x), weight.columns)
         x = x.contiguous()
         sizes = (len(x), weight.inner, weight.columns)
-        if weight.scales is None:
-            self._run(f"linear_{weight.format}", x, *sizes, weight.data, bias, y)
-        else:
+        if weight.format == "int8":
             scratch = weight.scratch(len(x))
-            self._run(f"linear_{weight.format}", x, *sizes, *weight.tensors(), bias, scratch, y)
+            self._run("linear_int8", x, *sizes, weight.group, weight.data, weight.scales, bias, scratch, y)
+        elif weight.format == "int4":
+            self._run("linear_int4", x, *sizes, weight.group, weight.data, bias, weight.scratch(len(x)), y)
+        else:
+            self._run(f"linear_{weight.format}", x, *sizes, weight.data, bias, y)
         return y
 
     def embedding(self, ids: Tensor, table: PackedWeight) -> Tensor:
         out = torch.empty(len(ids), table.inner)
-        self._run(f"gather_{table.format}", ids, len(ids), *table.tensors(), table.inner, out)
+        if table.format == "int8":
+            self._run("gather_int8", ids, len(ids), table.data, table.scales, table.inner, out)
+        else:
+            self._run(f"gather_{table.format}", ids, len(ids), table.data, table.inner, out)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,10 +1,11 @@
-// Numbers as x ≈ scale · q with q in [-127, 127]: how activations (in each step) and int8 weights (once) become bytes.
+// What products with quantised weights share: numbers as bytes, x ≈ scale · q with q in [-127, 127] (activations in each
+// step, int8 weights once), and the exact products of such bytes.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 
-#include "simd.h"
+#include "panels.h"
 #include "threads.h"
 
 namespace motet {
@@ -51,6 +52,34 @@ int32_t quantise(const X* x, int64_t size, int8_t* q, float* scale) {
   for (int32_t lane : lanes) all += lane;
   return all;
 }
+
+// One lane of `dot4`.
+MOTET_INLINE int32_t load_quad(const void* bytes) {
+  int32_t quad;
+  std::memcpy(&quad, bytes, sizeof quad);
+  return quad;
+}
+
+// dots += the products of R rows of x (`stride` bytes apart) and a panel of unsigned bytes [depth/4][32][4].
+template <int R>
+MOTET_INLINE void multiply(vi (&dots)[R][kVectors], const int8_t* x, int64_t stride, const uint8_t* w,
+                           int64_t depth) {
+  for (int64_t k = 0; k < depth; k += kQuad, w += kPanel * kQuad) {
+    vu weights[kVectors];
+    for (int v = 0; v < kVectors; v++) weights[v] = load_quads(w + v * kLanes * kQuad);
+    for (int r = 0; r < R; r++) {
+      const vi quad = splat_i(load_quad(x + r * stride + k));
+      for (int v = 0; v < kVectors; v++) dots[r][v] = dot4(dots[r][v], weights[v], quad);
+    }
+  }
+}
+
+// Rows whose sums within a group and over all groups, with the weights that they meet, fit the registers.
+#if defined(__AVX512F__)
+constexpr int kTileRows = 6;
+#else
+constexpr int kTileRows = 1;
+#endif
 
 // Rows of activations, quantised in groups of `group` along k (the last one may be shorter) with a scale each.
 struct QuantisedRows {

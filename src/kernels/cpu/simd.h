@@ -101,7 +101,9 @@ MOTET_INLINE vi dot2(vs a, vs b) {
 // every build gives the same integers.
 MOTET_INLINE vi dot4(vi sums, vu a, vi b) {
 #if defined(__AVX512VNNI__)
-  return (vi)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
+  // Not the intrinsic: GCC 12 spills around it what would fit the registers.
+  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
+  return sums;
 #else
   const vi even = dot2((vs)(a & 0x00ff00ffu), (vs)b << 8 >> 8);
   const vi odd = dot2((vs)(a >> 8 & 0x00ff00ffu), (vs)b >> 8);
@@ -224,6 +226,43 @@ MOTET_INLINE vu load_quads(const uint8_t* p) {
   return x;
 }
 MOTET_INLINE void store_quads(uint8_t* p, vu x) { std::memcpy(p, &x, sizeof x); }
+
+// IEEE half precision: as scales of weights are stored.
+using half = uint16_t;
+typedef uint16_t vh __attribute__((vector_size(kLanes * 2)));
+
+MOTET_INLINE vf load_half(const half* p) {
+  vh x;
+  std::memcpy(&x, p, sizeof x);
+#if defined(__AVX512F__)
+  return (vf)_mm512_maskz_cvtph_ps(0xffff, (__m256i)x);
+#else
+  const vu wide = __builtin_convertvector(x, vu);
+  const vf size = from_bits((wide & 0x7fff) << 13) * splat(0x1p112f);
+  const vu infinite = (vu)(size >= splat(65536.0f)) & 0x7f800000;  // or NaN
+  return from_bits(bits(size) | infinite | (wide & 0x8000) << 16);
+#endif
+}
+
+// Rounded to nearest, halves to even; what is too large becomes the largest; NaN stays NaN.
+MOTET_INLINE vf round_to_half(vf x) {
+  const vu sign = bits(x) & 0x80000000u;
+  const vf size = min(splat(65504.0f), from_bits(bits(x) ^ sign));
+  const vf tiny = (size + splat(0.75f)) - splat(0.75f);  // a multiple of 2^-24, the smallest half
+  const vf usual = from_bits((bits(size) + 0xfff + (bits(size) >> 13 & 1)) & ~0x1fffu);
+  return from_bits(bits(select(size < splat(0x1p-14f), tiny, usual)) | sign);
+}
+// Of numbers that are halves.
+MOTET_INLINE void store_half(half* p, vf x) {
+  const vu sign = bits(x) >> 31 << 15;
+  const vf size = from_bits(bits(x) & 0x7fffffff);
+  const vi tiny = to_int(size * splat(0x1p24f));
+  const vi usual = (vi)((bits(size) >> 13) - (112 << 10));
+  const vf number = select(size < splat(0x1p-14f), (vf)tiny, (vf)usual);
+  const vi magnitude = (vi)select(size == size, number, (vf)splat_i(0x7e00));
+  const vh narrow = __builtin_convertvector((vu)magnitude | sign, vh);
+  std::memcpy(p, &narrow, sizeof narrow);
+}
 
 MOTET_INLINE float to_float(float x) { return x; }
 MOTET_INLINE float to_float(bf16 x) {

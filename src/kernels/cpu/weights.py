@@ -13,23 +13,32 @@ PANEL = 32
 QUAD = 4
 """Bytes along K that are multiplied at once, as in `quantise.h`."""
 
+INT8_GROUP = 64
+"""K whose activations share a scale where they meet int8 weights."""
+
+INT4_GROUP = 64
+"""K whose weights share a scale and a minimum in int4, and whose activations share a scale."""
+
 FORMATS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 """How ops of the library end their names, by the dtype that they are compiled for."""
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """Panels of 32 columns; what lacks to whole panels, pairs and quads weighs nothing.
+    """Panels of 32 columns; what lacks to whole panels, pairs, quads and groups weighs nothing.
 
     Float32 as [N / 32, K, 32], bf16 as [N / 32, K / 2, 32, 2], int8 as [N / 32, K / 4, 32, 4] and a scale for each
-    column (see `linear_int8.cpp`).
+    column, int4 as groups with their scales and minima (see `linear_int8.cpp` and `linear_int4.cpp`).
     """
 
-    format: str  # "f32", "bf16" or "int8"
+    format: str  # "f32", "bf16", "int8" or "int4"
     data: Tensor  # flat
     columns: int  # N
     inner: int  # K
     scales: Tensor | None = None
+    """int8: [N] float32, up to whole panels."""
+    group: int = 0
+    """Of K, with a scale of their own: activations that meet int8 or int4, weights in int4."""
 
     @classmethod
     def empty(cls, columns: int, inner: int, dtype: torch.dtype) -> PackedWeight:
@@ -39,18 +48,21 @@ class PackedWeight:
         return cls(FORMATS[dtype], data, columns, inner)
 
     @classmethod
-    def empty_int8(cls, columns: int, inner: int) -> PackedWeight:
+    def empty_int8(cls, columns: int, inner: int, group: int) -> PackedWeight:
         padded = _whole(columns, PANEL)
         data = torch.empty(padded * _whole(inner, QUAD), dtype=torch.uint8)
-        return cls("int8", data, columns, inner, torch.empty(padded))
+        return cls("int8", data, columns, inner, torch.empty(padded), group)
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What ops of the library take for this weight."""
-        return (self.data,) if self.scales is None else (self.data, self.scales)
+    @classmethod
+    def empty_int4(cls, columns: int, inner: int, group: int) -> PackedWeight:
+        bytes_per_column = 4 + group // 2
+        data = torch.empty(_whole(columns, PANEL) * -(-inner // group) * bytes_per_column, dtype=torch.uint8)
+        return cls("int4", data, columns, inner, group=group)
 
     def scratch(self, rows: int) -> Tensor:
         """Memory for the activations of so many rows, quantised: see `QuantisedRows` in `quantise.h`."""
-        return torch.empty(rows * (2 + _whole(self.inner, QUAD) // 4))
+        groups = -(-self.inner // self.group)
+        return torch.empty(rows * groups * (2 + self.group // 4))
 
 
 def _whole(n: int, unit: int) -> int:
