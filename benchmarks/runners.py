@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from benchmarks.common import INSTALLED, PEERS_FOLDER, Q4_1_GGUF
+from benchmarks.common import BF16_GGUF, INSTALLED, PEERS_FOLDER, Q4_1_GGUF
 
 ALL = ("w1", "w2", "w3", "w3b64", "w4", "w5")
 BASE = ("w1", "w2", "w4", "w5")
@@ -37,6 +37,7 @@ class Runner(NamedTuple):
 
 
 BF16 = ("--dtype", "bfloat16")
+ON_BF16_GGUF = ("--model", str(BF16_GGUF))
 ON_Q4_1_GGUF = ("--model", str(Q4_1_GGUF))
 
 RUNNERS: Mapping[str, Runner] = MappingProxyType(
@@ -48,6 +49,8 @@ RUNNERS: Mapping[str, Runner] = MappingProxyType(
         "transformers": Runner("peers.transformers_static", ("w1", "w2"), BF16),
         "transformers-f32": Runner("peers.transformers_static", ("w1", "w2"), by_default=False),
         "transformers-continuous": Runner("peers.transformers_continuous", BASE, BF16, by_default=False),
+        "llama-cpp-bf16": Runner("peers.llama_cpp", ("w1",), ON_BF16_GGUF, "llama_cpp"),
+        "llama-cpp-q4_1": Runner("peers.llama_cpp", ("w1",), ON_Q4_1_GGUF, "llama_cpp"),
         "openvino-q4_1": Runner("peers.openvino", ("w1", "w2", "w4"), ON_Q4_1_GGUF, "openvino"),
         "vllm": Runner("peers.vllm_cpu", BASE, BF16, "vllm_cpu"),
         "vllm-lora": Runner("peers.vllm_cpu", ("w3", "w3b64"), (*BF16, "--lora"), "vllm_cpu"),
