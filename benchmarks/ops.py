@@ -172,7 +172,8 @@ def repeated(ops: Ops, test: str, op: Callable[..., Tensor], x: Tensor, *rest: A
     def step() -> Tensor:
         return [op(x, *rest) for _ in range(count)][-1]
 
-    return Case(test, recorded(ops, step, [x]), count, x.nbytes)
+    read_bytes = sum(each.nbytes for each in (x, *rest) if isinstance(each, Tensor))
+    return Case(test, recorded(ops, step, [x]), count, read_bytes)
 
 
 def sampling(ops: Ops, quantization: str | None) -> Iterator[Case]:
