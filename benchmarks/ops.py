@@ -74,7 +74,7 @@ def linears(ops: Ops, quantization: str | None) -> Iterator[Case]:
     for name, (columns, inner) in LINEARS.items():
         weight = torch.randn(columns, inner).to(ops.dtype)
         packed: list[Any] = [ops.pack_linear(weight.clone())]
-        read_bytes = sum(tensor.nbytes for tensor in packed[0].tensors())
+        read_bytes = packed[0].data.nbytes
         packed += [ops.pack_linear(weight.clone()) for _ in range(COLD // read_bytes)]
         for rows in ROWS:
             yield linear(ops, f"linear {name} {rows}", packed, rows, inner, read_bytes, kind)
@@ -219,7 +219,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     ceiling = Ceiling(arguments.threads)
     ops = select_ops("cpu", arguments.dtype, arguments.threads, arguments.quantization)
-    name = " ".join(filter(None, (ops.name, arguments.dtype, arguments.quantization)))
+    name = f"{ops.name} {arguments.dtype}"
     for family in arguments.only:
         for case in FAMILIES[family](ops, arguments.quantization):
             report(name, case.test, **measure(case, ceiling, arguments.rounds))
