@@ -4,9 +4,12 @@ Everything else about the package stands in pyproject.toml. A build that fails, 
 processor, is left out with a warning: the package works without.
 """
 
+from copy import copy
 from glob import glob
+from os.path import join
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
 ISAS = {
@@ -19,7 +22,22 @@ ISAS = {
 
 FLAGS = ["-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
 
+
+class ParallelBuilds(build_ext):
+    """Two builds at a time, the objects of each in a folder of their own: they are named by their source alone."""
+
+    def finalize_options(self):
+        super().finalize_options()
+        self.parallel = self.parallel or 2
+
+    def build_extension(self, ext):
+        own = copy(self)
+        own.build_temp = join(self.build_temp, ext.name)
+        super(ParallelBuilds, own).build_extension(ext)
+
+
 setup(
+    cmdclass={"build_ext": ParallelBuilds},
     ext_modules=[
         Extension(
             f"motet.kernels.cpu._{isa}",

@@ -16,7 +16,7 @@ QUAD = 4
 INT8_GROUP = 64
 """K whose activations share a scale where they meet int8 weights."""
 
-INT4_GROUP = 64
+INT4_GROUP = 32
 """K whose weights share a scale and a minimum in int4, and whose activations share a scale."""
 
 FORMATS = {torch.float32: "f32", torch.bfloat16: "bf16"}

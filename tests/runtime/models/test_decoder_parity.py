@@ -259,7 +259,7 @@ class _SiteRecorder:
     def of_rows(self, rows: torch.Tensor) -> _SiteRecorder:
         return self
 
-    def add_delta(self, ops: object, site: Any, x: torch.Tensor, out: torch.Tensor) -> None:
+    def add_delta(self, site: Any, x: torch.Tensor, out: torch.Tensor) -> None:
         assert x.shape[1:] == (() if site.role == "embedding" else (site.in_features,))
         assert out.shape[1] == sum(site.out_features)
         self.seen.append(site.index)
