@@ -26,17 +26,18 @@ class EngineConfig(Frozen):
     """Where the model computes. "auto" is the best device that motet has a backend for: the CPU today."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights, activations and KV cache. "auto" is float32, for which greedy output is exact;
-    bfloat16 halves the memory and stands outside the exactness promise."""
+    """Of weights, adapters and KV cache; the native library computes in float32 between them. "auto" is float32,
+    for which greedy output is exact; bfloat16 halves the memory and stands outside the exactness promise."""
 
     quantization: Literal["int8", "int4"] | None = None
     """Weights of linears and tables in fewer bits, rounded as the model is loaded, and activations in 8 where they
     meet them: less memory and faster, at some cost in quality. "int8": a scale for each output (W8A8); "int4": a scale
-    and a minimum for each 64 weights (W4A8), tables in 8 bits. Outside the exactness promise, yet a request's tokens
+    and a minimum for each 32 weights (W4A8), tables in 8 bits. Outside the exactness promise, yet a request's tokens
     depend on no other's. Needs the native library (`ModelError` without). None: as `dtype`."""
 
     threads: int | None = Field(default=None, ge=1, le=1024)
-    """Compute threads, for torch in the whole process. None: torch's own choice (the physical cores)."""
+    """Compute threads of the engine, and of torch in the whole process. None: torch's own choice (the physical
+    cores)."""
 
     max_model_len: int | None = Field(default=None, ge=1, le=1 << 30)
     """Longest prompt and answer together, in tokens. None: the model's own context length, with LongRoPE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,6 +30,10 @@ from tests.tiny import greedy
 pytestmark = pytest.mark.anyio
 PROMPT = [3 + (7 * i) % 250 for i in range(40)]
 LONG = SamplingParams(max_tokens=300, ignore_eos=True)
+SLOW = SamplingParams(
+    max_tokens=300, ignore_eos=True, logits_processors=[lambda ids, row: time.sleep(0.01) or row]
+)
+"""Three seconds at least, however fast the machine."""
 SIZE = 4 * 2 * 8 * ((64 + 64) + (64 + 32))
 """Bytes of "r8": rank 8 on q and v of two layers, float32."""
 
@@ -122,7 +127,7 @@ async def test_case_22_a_request_may_end_while_its_adapter_is_away(
     async with small_engine(tiny_folder) as engine:
         await engine.load_adapter("a", adapters["r8"])
         await engine.load_adapter("b", adapters["r8"])
-        user = engine.stream(PROMPT, LONG, adapter="b")
+        user = engine.stream(PROMPT, SLOW, adapter="b")
         await user.__anext__()
         waiting = engine.stream(
             PROMPT, adapter="a", request_id="it", deadline=0.2 if end == "deadline" else None
