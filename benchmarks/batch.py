@@ -1,6 +1,6 @@
 """W2 through `generate_batch` against the same requests streamed: interleaved pairs in one engine, one process.
 
-    python -m benchmarks.batch [--pairs 5]
+    python -m benchmarks.batch [--pairs 5] [--dtype bfloat16] [--quantization int8]
 
 Both must give the same tokens. Prints the seconds of each pair and the median ratio: streaming over batch.
 """
@@ -38,7 +38,12 @@ async def batched(engine: AsyncEngine, requests: list[Request]) -> list[tuple[in
 
 async def run(arguments: Namespace) -> None:
     # Without the prefix cache: the second of a pair must not profit from the first.
-    config = EngineConfig(dtype=arguments.dtype, threads=arguments.threads, enable_prefix_caching=False)
+    config = EngineConfig(
+        dtype=arguments.dtype,
+        quantization=arguments.quantization,
+        threads=arguments.threads,
+        enable_prefix_caching=False,
+    )
     ratios = []
     async with AsyncEngine(arguments.model, config) as engine:
         await streamed(engine, read_workload(arguments.workloads, "warm"))
@@ -65,6 +70,7 @@ async def run(arguments: Namespace) -> None:
 def main() -> None:
     parser = runner_arguments(__doc__, "motet", ["w2"], default=["w2"])
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--quantization", help="as EngineConfig has it")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--requests", type=int, help="only so many of W2's")
     asyncio.run(run(parser.parse_args()))
