@@ -259,6 +259,10 @@ class Ops(ABC):
         """
 
     @abstractmethod
+    def uniform(self, seeds: Tensor, positions: Tensor, choices: Tensor) -> Tensor:
+        """What `sample` takes for each row: `motet.kernels.philox.uniform`. All [R] int64, the bits of uint64."""
+
+    @abstractmethod
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """One token id per row. logits [R, V] float32 -> [R] int64; logits are not kept.
 

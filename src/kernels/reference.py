@@ -5,10 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from motet.kernels import philox
 from motet.kernels.ops import LoRASlices, Ops, SamplingRows
 
 
@@ -233,6 +235,10 @@ class ReferenceOps(Ops):
         if not finite.all():
             finite = logits.isfinite().all(-1)
         return logits.argmax(-1), finite
+
+    def uniform(self, seeds: Tensor, positions: Tensor, choices: Tensor) -> Tensor:
+        words = (x.numpy(force=True).view(np.uint64) for x in (seeds, positions, choices))
+        return torch.from_numpy(philox.uniform(*words)).to(seeds.device)
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         chosen = logits.argmax(-1)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from motet.errors import RequestFailed
-from motet.kernels import philox
 from motet.kernels.ops import Ops, SamplingRows
 from motet.runtime.logits_rules import RequestRules, apply_rules
 from motet.runtime.scheduler_output import Sample, SamplingSpec
@@ -39,7 +38,7 @@ def sample(
     if possible is logits and not any(spec.temperature for spec, _ in rows):
         chosen = likeliest
     else:
-        chosen = ops.sample(possible, _sampling_rows(rows))
+        chosen = ops.sample(possible, _sampling_rows(ops, rows))
     samples: list[Sample | RequestFailed] = [Sample(token_id) for token_id in chosen.tolist()]
     for i, with_logprobs in _with_logprobs(ops, sound, chosen, rows).items():
         samples[i] = with_logprobs
@@ -60,22 +59,24 @@ def _without_early_ends(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     return logits
 
 
-def _sampling_rows(rows: Sequence[Row]) -> SamplingRows:
+def _sampling_rows(ops: Ops, rows: Sequence[Row]) -> SamplingRows:
     specs = [spec for spec, _ in rows]
-    uniform = np.zeros(len(rows))
-    if any(spec.temperature for spec in specs):
-        seeds = np.array([spec.seed for spec in specs], dtype=np.uint64)
-        positions = np.array([index for _, index in rows], dtype=np.uint64)
-        choices = np.array([spec.choice for spec in specs], dtype=np.uint64)
-        uniform = philox.uniform(seeds, positions, choices)
-    columns = (  # by numpy: torch.tensor takes several times as long for a few numbers
-        np.array([spec.temperature for spec in specs], dtype=np.float64),
-        np.array([spec.top_k for spec in specs], dtype=np.int64),
-        np.array([spec.top_p for spec in specs], dtype=np.float32),
-        np.array([spec.min_p for spec in specs], dtype=np.float32),
-        uniform,
+
+    def column(values: Iterable[float], dtype: type[np.generic]) -> Tensor:
+        # By numpy: torch.tensor takes several times as long for a few numbers.
+        return torch.from_numpy(np.fromiter(values, dtype, len(specs)))
+
+    # Seeds are unsigned, which torch knows little of: their bits travel as int64.
+    seeds = torch.from_numpy(np.fromiter((spec.seed for spec in specs), np.uint64, len(specs)).view(np.int64))
+    positions = column((index for _, index in rows), np.int64)
+    choices = column((spec.choice for spec in specs), np.int64)
+    return SamplingRows(
+        temperature=column((spec.temperature for spec in specs), np.float64),
+        top_k=column((spec.top_k for spec in specs), np.int64),
+        top_p=column((spec.top_p for spec in specs), np.float32),
+        min_p=column((spec.min_p for spec in specs), np.float32),
+        uniform=ops.uniform(seeds, positions, choices),
     )
-    return SamplingRows(*map(torch.from_numpy, columns))
 
 
 def prompt_logprobs(

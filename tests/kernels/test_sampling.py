@@ -186,6 +186,18 @@ def test_draws_by_philox_are_as_frequent_as_their_probabilities(ops: Ops, filter
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
 
 
+def test_uniforms_are_philoxs(ops: Ops) -> None:
+    seeds = np.array([0, 1, 2**63, 2**64 - 1, 0x123456789ABCDEF], np.uint64)
+    positions = np.array([0, 7, 2**31, 2**40 + 3, 2**63 - 1], np.uint64)
+    choices = np.array([0, 1, 0, 127, 2**32 - 1], np.uint64)
+    words = (torch.from_numpy(x.view(np.int64)) for x in (seeds, positions, choices))
+    numbers = ops.uniform(*words)
+    assert numbers.dtype == torch.float64
+    assert numbers.tolist() == uniform(seeds, positions, choices).tolist()
+    none = torch.empty(0, dtype=torch.int64)
+    assert ops.uniform(none, none, none).shape == (0,)
+
+
 def test_sampling_leaves_other_rows_logits_alone(ops: Ops) -> None:
     logits = random(6, 50)
     rows = SamplingRows(

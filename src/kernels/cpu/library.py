@@ -44,6 +44,7 @@ _OPS: Mapping[str, str] = MappingProxyType(
         "take_rows": "pipip",
         "softcap": "pif",
         "greedy": "piipp",
+        "uniform": "pppiip",
         "sample": "piipppppp",
         "logprobs": "piipippp",
         "linear_int8": "piiiippppp",

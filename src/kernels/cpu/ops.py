@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from motet.kernels import philox
 from motet.kernels.cpu.attention import PagedAttentionPlan, PagedKV
 from motet.kernels.cpu.library import Threads
 from motet.kernels.cpu.lora import CpuLoRA
@@ -251,6 +252,11 @@ class CpuOps(Ops):
         finite = torch.empty(len(logits), dtype=torch.bool)
         self._run("greedy", logits.contiguous(), *logits.shape, ids, finite)
         return ids, finite
+
+    def uniform(self, seeds: Tensor, positions: Tensor, choices: Tensor) -> Tensor:
+        numbers = torch.empty(len(seeds), dtype=torch.float64)
+        self._run("uniform", seeds, positions, choices, philox.CHOOSE_TOKEN, len(seeds), numbers)
+        return numbers
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         assert rows.temperature.dtype == rows.uniform.dtype == torch.float64

@@ -356,6 +356,22 @@ void likeliest(const Row& row, float largest, int64_t k, Scratch& scratch, int64
   for (int64_t i = 0; i < k; i++) ids[i] = candidates + i < end ? candidates[i].id : 0;
 }
 
+// The first word of Philox4x32-10 (Salmon et al., SC 2011), see philox.py.
+uint32_t philox(uint64_t seed, uint64_t position, uint32_t choice, uint32_t purpose) {
+  uint32_t c0 = (uint32_t)position, c1 = (uint32_t)(position >> 32), c2 = choice, c3 = purpose;
+  uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+  for (int round = 0; round < 10; round++) {
+    const uint64_t p0 = uint64_t{0xD2511F53} * c0, p1 = uint64_t{0xCD9E8D57} * c2;
+    c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0;
+    c1 = (uint32_t)p1;
+    c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
+    c3 = (uint32_t)p0;
+    k0 += 0x9E3779B9;
+    k1 += 0xBB67AE85;
+  }
+  return c0;
+}
+
 }  // namespace
 }  // namespace motet
 
@@ -370,6 +386,12 @@ MOTET_API void motet_greedy(Threads* threads, const float* logits, int64_t rows,
     ids[r] = first_of(row, largest, scratch.maxima.get());
     finite[r] = check == 0;
   });
+}
+
+MOTET_API void motet_uniform(Threads*, const uint64_t* seeds, const uint64_t* positions, const uint64_t* choices,
+                             int64_t purpose, int64_t count, double* numbers) {
+  for (int64_t i = 0; i < count; i++)
+    numbers[i] = (philox(seeds[i], positions[i], (uint32_t)choices[i], (uint32_t)purpose) >> 8) * 0x1p-24;
 }
 
 MOTET_API void motet_sample(Threads* threads, const float* logits, int64_t rows, int64_t size,
