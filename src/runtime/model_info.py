@@ -30,7 +30,7 @@ class ModelInfo:
     dtype: str
     device: str
     backend: str
-    """Which kernels compute: "reference"."""
+    """Which kernels compute: "reference", or "cpu" with its build and the quantization, as `cpu (avx2, int8)`."""
     digest: str
     """Names this very model: a hash of its config and weights, in hexadecimal."""
 

@@ -44,7 +44,7 @@ class EngineStats:
     per_tenant: Mapping[str, int] = field(default_factory=dict)
     """Live requests by tenant."""
     backend: str = ""
-    """Which kernels compute: "reference"."""
+    """Which kernels compute: "reference", or "cpu" with its build and the quantization, as `cpu (avx2, int8)`."""
 
 
 class StatisticsKeeper:

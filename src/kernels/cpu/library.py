@@ -1,6 +1,6 @@
 """The native library: which of its builds this processor runs, opened by ctypes with every function declared.
 
-One set of C++ sources is compiled once for each instruction set (see pyproject.toml); each build has the same plain
+One set of C++ sources is compiled once for each instruction set (see setup.py); each build has the same plain
 C functions. A machine without a compiler has no build at all, and the engine then runs on the reference backend.
 """
 
@@ -108,10 +108,10 @@ def open_library(isa: str | None = None) -> tuple[str, ctypes.CDLL]:
 
 
 class Threads:
-    """The threads that share the work of each op, `count` with the one that calls it. They end with this object."""
+    """The threads that share the work of each op, one of them the caller. They end with this object."""
 
     def __init__(self, library: ctypes.CDLL, count: int) -> None:
-        self.count = count
+        """count: the caller included."""
         self.handle: int = library.motet_threads_new(count)
         finalize(self, library.motet_threads_delete, self.handle)
 

@@ -68,10 +68,7 @@ void tile(const Product& p, int64_t row, int64_t panel, const W* w, int64_t begi
   const int width = panel_width(p.columns, column);
   float* y = p.y + row * p.columns + column;
   Sums<R> sums;
-  if (begin == 0)
-    sums.clear();
-  else
-    sums.load_from(y, p.columns, width);
+  sums.load_from(begin == 0 ? nullptr : y, p.columns, width);
   multiply<R>(sums, p.x + row * p.inner + begin, p.inner, w, depth);
   const bool last = begin + depth == p.inner;
   sums.store_to(y, p.columns, width, last && p.bias ? p.bias + column : nullptr);

@@ -110,10 +110,7 @@ void tile(const Product& p, int64_t row, int64_t panel, int64_t first, int64_t l
   const int width = panel_width(p.columns, column);
   float* y = p.y + row * p.columns + column;
   Sums<R> sums;
-  if (first == 0)
-    sums.clear();
-  else
-    sums.load_from(y, p.columns, width);
+  sums.load_from(first == 0 ? nullptr : y, p.columns, width);
   for (int64_t g = first; g < last; g++, bytes += kPanel * x.group) {
     vi dots[R][kVectors] = {};
     multiply<R>(dots, x.q + row * x.depth + g * x.group, x.depth, bytes, x.group);

@@ -16,7 +16,6 @@ from motet.kernels.cpu.lora import CpuLoRA
 from motet.kernels.cpu.recording import Argument, NotRecordable, Program, Recording, Watch
 from motet.kernels.cpu.weights import FORMATS, INT4_GROUP, INT8_GROUP, PackedWeight
 from motet.kernels.ops import LoRASlices, Ops, Quantization, Replay, SamplingRows
-from motet.kernels.reference import ReferenceOps
 
 logger = logging.getLogger("motet")
 
@@ -41,7 +40,6 @@ class CpuOps(Ops):
         self._recording: Recording | None = None
         self._arena = torch.empty(0, dtype=torch.uint8)
         """Where programs keep their tensors between ops; only one runs at a time."""
-        self._reference = ReferenceOps(self.device, torch.float32)
 
     def _run(self, op: str, *arguments: Argument) -> None:
         """Calls an op of the library; a tensor, contiguous, stands for its address, None for no address."""

@@ -27,7 +27,9 @@ struct Sums {
     for (int r = 0; r < R; r++)
       for (int v = 0; v < kVectors; v++) at[r][v] = vf{};
   }
+  // Where a part of K before left them; y null: from 0.
   MOTET_INLINE void load_from(const float* y, int64_t stride, int width) {
+    if (!y) return clear();
     for (int r = 0; r < R; r++)
       for (int v = 0; v < kVectors; v++) {
         const int left = width - v * kLanes;

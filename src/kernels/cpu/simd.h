@@ -193,7 +193,7 @@ MOTET_INLINE vf tanh(vf x) {
 }
 
 // kLanes bf16 numbers -> floats.
-typedef bf16 vh __attribute__((vector_size(kLanes * 2)));
+typedef uint16_t vh __attribute__((vector_size(kLanes * 2)));
 MOTET_INLINE vf widen(vh x) { return from_bits(__builtin_convertvector(x, vu) << 16); }
 MOTET_INLINE vf load(const bf16* p) {
   vh x;
@@ -229,7 +229,6 @@ MOTET_INLINE void store_quads(uint8_t* p, vu x) { std::memcpy(p, &x, sizeof x); 
 
 // IEEE half precision: as scales of weights are stored.
 using half = uint16_t;
-typedef uint16_t vh __attribute__((vector_size(kLanes * 2)));
 
 MOTET_INLINE vf load_half(const half* p) {
   vh x;
