@@ -10,17 +10,18 @@ from motet.kernels.ops import KVCache, Ops, Replay
 from motet.runtime.forward_batch import ForwardBatch
 from motet.runtime.models.base import CausalLM
 
-Shape = tuple[int, int, bool, bool]
-"""(T, rows of logits, whether any of T and of those have adapters): what the calls of a step depend on."""
+Shape = tuple[int, bool]
+"""(T, whether rows have adapters): what the calls of a step depend on in which every row has its logits computed."""
 
 MAX_ROWS = 64
-"""Steps of more rows run op by op: what lies between ops is little beside them, and few shapes come twice."""
+"""Steps of more rows run op by op: what lies between ops is little beside them."""
 
 
 class RecordedSteps:
     """Runs a model's steps, those of few rows by replay.
 
-    A shape is recorded when it comes for the second time; many never do.
+    A shape is recorded when it comes for the second time; many never do. Steps with part of a prompt in them run op
+    by op: their shapes are too many to keep, and seldom come again.
     """
 
     def __init__(self, ops: Ops, model: CausalLM, kv_caches: Sequence[KVCache]) -> None:
@@ -32,10 +33,10 @@ class RecordedSteps:
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """Logits [R, V] float32, valid until the next step."""
-        lora = batch.lora is not None, batch.logits_lora is not None
-        shape = (len(batch.input_ids), len(batch.logits_rows), *lora)
-        if shape[0] > MAX_ROWS:
+        rows = len(batch.input_ids)
+        if rows > MAX_ROWS or len(batch.logits_rows) != rows:
             return self._forward(batch)
+        shape = (rows, batch.lora is not None)
         if shape not in self._seen:
             self._seen.add(shape)
             return self._forward(batch)
