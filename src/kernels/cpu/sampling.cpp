@@ -15,21 +15,15 @@
 #include <vector>
 
 #include "abi.h"
+#include "selection.h"
 #include "simd.h"
 
 namespace motet {
 namespace {
 
 constexpr int64_t kBlock = 256;  // ids whose largest logit and sum of weights are kept
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 int64_t num_blocks(int64_t size) { return (size + kBlock - 1) / kBlock; }
-
-struct Candidate {
-  double weight;
-  uint32_t key;  // orders as the logits do
-  int32_t id;
-};
 
 // What the work on one row needs, reused for the next. Pages that are not written cost nothing: most rows have few
 // candidates.
@@ -100,26 +94,6 @@ int64_t first_of(const Row& row, float largest, const float* maxima) {
         if (row.logits[id] == largest) return id;
   return 0;
 }
-
-// Bits that order as the numbers do, -0 as 0.
-uint32_t key_of(float x) {
-  uint32_t u;
-  x += 0.0f;
-  std::memcpy(&u, &x, sizeof u);
-  return u & 0x80000000u ? ~u : u | 0x80000000u;
-}
-float number_of(uint32_t key) {
-  const uint32_t u = key & 0x80000000u ? key & 0x7fffffffu : ~key;
-  float x;
-  std::memcpy(&x, &u, sizeof x);
-  return x;
-}
-
-// What a filter keeps: the ids with a logit above `least`, and those up to `last_equal` where it equals.
-struct Kept {
-  float least = -kInfinity;
-  int64_t last_equal = std::numeric_limits<int64_t>::max() - 1;
-};
 
 double add_up(const double* x, int64_t count) {
   vd sums = {};
@@ -220,31 +194,6 @@ int64_t gather(const Row& row, const Window& window, const Measure& measure, Scr
     for (; id < row.last(block); id++) meet(id);
   }
   return n;
-}
-
-// Of n > 0 candidates, likeliest first, those before which the others' weights, and `before`, sum to less than `bound`;
-// at least one. By radix: digit by digit from the highest. Leaves others of the candidates, or none.
-Kept select_among(Candidate* candidates, int64_t n, double before, double bound) {
-  constexpr int kBins = 2048;
-  uint32_t differing = 0;
-  for (int64_t i = 0; i < n; i++) differing |= candidates[i].key ^ candidates[0].key;
-  for (int shift : {21, 10, 0}) {  // the last digit shares its first bit with the second
-    if ((differing >> shift & (kBins - 1)) == 0) continue;
-    const auto digit_of = [=](const Candidate& c) { return (int)(c.key >> shift & (kBins - 1)); };
-    double bins[kBins] = {};
-    int lowest = kBins - 1;
-    for (int64_t i = 0; i < n; i++) {
-      bins[digit_of(candidates[i])] += candidates[i].weight;
-      lowest = std::min(lowest, digit_of(candidates[i]));
-    }
-    int digit = kBins - 1;
-    while (digit > lowest && before + bins[digit] < bound) before += bins[digit--];
-    n = std::remove_if(candidates, candidates + n, [&](const Candidate& c) { return digit_of(c) != digit; }) -
-        candidates;
-  }
-  int64_t equals = 1;
-  while (equals < n && before + (double)equals * candidates[0].weight < bound) equals++;
-  return Kept{number_of(candidates[0].key), candidates[equals - 1].id};
 }
 
 // Likeliest first, the ids before which the others' measures sum to less than `bound`; at least one. `low`: those that
