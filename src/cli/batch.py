@@ -272,6 +272,7 @@ async def _answer_all(
                 try:
                     result = await _answer_or_error(engine, content)
                     results.add(key, number, result)
+                    rate = engine.stats().tokens_per_second
                 except (
                     EngineDead,
                     OSError,
@@ -282,7 +283,7 @@ async def _answer_all(
                 if "error" in result:
                     message = f"line {number}: {result['error']['message']}"
                     progress.console.print(message, style="yellow", markup=False)
-                progress.update(bar, completed=results.num_done, rate=engine.stats().tokens_per_second)
+                progress.update(bar, completed=results.num_done, rate=rate)
 
         async with AsyncEngine(model, config) as engine:
             for name, path in adapters.items():

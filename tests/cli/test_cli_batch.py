@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from motet import InvalidRequest
+from motet import AsyncEngine, EngineDead, InvalidRequest
 from motet.cli import batch as cli_batch
 from motet.cli.main import app
 from motet.runtime.engine_loop import EngineLoop
@@ -280,6 +280,22 @@ def test_a_dead_engine_stops_the_batch_and_its_lines_stay_to_be_answered(tiny_fo
     target = tmp_path / "out.jsonl"
     with monkeypatch.context() as patch:
         patch.setattr(EngineLoop, "_step", fail_at(5, EngineLoop._step))
+        done = batch(source, target, tiny_folder)
+    assert done.exit_code == 1
+    assert "EngineDead: " in done.output
+    assert all("error" not in result for result in read_lines(target))
+    assert batch(source, target, tiny_folder).exit_code == 0
+    assert sorted(r["id"] for r in read_lines(target)) == list(range(30))
+
+
+def test_an_engine_that_dies_between_two_results_is_named_too(tiny_folder, tmp_path, monkeypatch):
+    def dead(engine):
+        raise EngineDead(RuntimeError("a step"))
+
+    source = write_lines(tmp_path / "in.jsonl", *(request(i) for i in range(30)))
+    target = tmp_path / "out.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncEngine, "stats", dead)
         done = batch(source, target, tiny_folder)
     assert done.exit_code == 1
     assert "EngineDead: " in done.output
