@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 
 from motet.kernels.cpu.library import Threads, open_library
+from tests.kernels.cpu.conftest import BUILDS
 
 BLOCK = 1 << 15
+
+
+@pytest.fixture(params=BUILDS)
+def isa(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 def test_reading_sums_every_float_of_each_block(isa: str) -> None:

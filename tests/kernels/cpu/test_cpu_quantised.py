@@ -14,7 +14,7 @@ from motet.kernels.cpu import ops as ops_module
 from motet.kernels.cpu.weights import PackedWeight
 from motet.kernels.ops import Quantization, select_ops
 from motet.kernels.reference import ReferenceOps
-from tests.kernels.cpu.conftest import MakeOps
+from tests.kernels.cpu.conftest import BUILDS, MakeOps
 
 SHAPES = pytest.mark.parametrize(
     ("columns", "inner"), [(1, 1), (3, 5), (32, 64), (33, 65), (31, 127), (70, 96), (64, 576), (130, 200)]
@@ -26,6 +26,11 @@ FORMATS: list[tuple[Quantization, int]] = [("int8", 64), ("int4", 64), ("int4", 
 QUANTISED = pytest.mark.parametrize(("quantization", "group"), FORMATS)
 ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 31)
 """Of activations: around the tiles of every build."""
+
+
+@pytest.fixture(params=BUILDS)
+def isa(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from motet.kernels.cpu import library
 from motet.kernels.cpu.library import ISA_VARIABLE, ISAS, open_library, usable_isas
-from motet.kernels.ops import select_ops
+from motet.kernels.cpu.ops import CpuOps
+from motet.kernels.ops import SamplingRows, select_ops
+from tests.lora_cases import lora_case
 
 needs_library = pytest.mark.skipif(not usable_isas(), reason="no C++ compiler at installation")
 
@@ -29,6 +32,53 @@ def test_the_best_usable_build_is_taken_unless_another_is_named(monkeypatch: pyt
     monkeypatch.setenv(ISA_VARIABLE, "portable")
     assert open_library()[0] == "portable"
     assert select_ops("cpu", "float32").name == "cpu (portable)"
+
+
+@pytest.mark.skipif(not {"avx512", "avx512_vnni"} <= {*usable_isas()}, reason="not both builds are usable")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_two_builds_for_avx512_give_the_same_bits_where_no_bytes_are_multiplied(
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(0)
+    x, weight, table = torch.randn(130, 77), torch.randn(99, 77).to(dtype), torch.randn(50, 70).to(dtype)
+    norm, frequencies, segments = torch.rand(33), torch.rand(4), [(0, 0, 40), (1, 50, 130)]
+    lora = lora_case([[16, 5], [1, 256]], 77, [60, 39], dtype, extras=True)
+    plan_of = (torch.tensor([0, 100, 130]), torch.tensor([100, 30]), torch.arange(32).view(2, 16))
+    rows = SamplingRows(
+        torch.rand(130).double(),
+        torch.arange(130) % 40,
+        torch.rand(130),
+        torch.rand(130) / 50,
+        torch.rand(130).double(),
+    )
+
+    def compute(isa: str) -> list[Tensor]:
+        ops = CpuOps(*open_library(isa), dtype, 2)
+        y = ops.linear(x, ops.pack_linear(weight))
+        ops.add_lora(x, lora.slices, lora.plan(ops, segments), y)
+        ops.rms_norm_heads(y, 33, 99, norm, 1e-6)
+        cos, sin = ops.rope_cos_sin(torch.arange(130), frequencies, 1.1)
+        kv = ops.new_kv_cache(32, 16, 2, 9)
+        slots = torch.cat((torch.arange(100), torch.arange(256, 286)))
+        q = ops.rope_and_store_kv(y[:, :90].contiguous(), cos, sin, kv, slots, 6, 2)
+        attended = ops.paged_attention(q, kv, ops.plan_attention(*plan_of, 16, 50), 0.3, 20.0)
+        logits = ops.as_logits(
+            ops.linear(attended, ops.pack_linear(torch.ones(300, 54).to(dtype).tril())), 9.0
+        )
+        return [
+            y,
+            attended,
+            logits,
+            *ops.greedy(logits),
+            ops.sample(logits, rows),
+            *ops.logprobs(logits, torch.arange(130), 7),
+            ops.silu_and_mul(ops.embedding(torch.arange(50), ops.pack_table(table))),
+            ops.gelu_tanh_and_mul(attended),
+        ]
+
+    for one, other in zip(compute("avx512"), compute("avx512_vnni"), strict=True):
+        assert one.isfinite().all()
+        assert torch.equal(one, other)
 
 
 @needs_library
