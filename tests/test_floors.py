@@ -16,6 +16,7 @@ FILES = {path.relative_to(SRC).as_posix(): path for path in sorted(SRC.rglob("*.
 FLOORS = {
     "errors": 0,
     "frozen": 0,
+    "garbage": 0,
     "config": 0,
     "params": 0,
     "kernels": 1,

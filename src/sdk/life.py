@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import anyio.to_thread
 
 from motet.errors import EngineClosed
+from motet.garbage import collections_paused
 from motet.sdk.loops import wait_for
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ class Life:
 
 def _load_libraries(registry: CollectorRegistry | None) -> EngineCollector:
     """What takes seconds to import, torch above all."""
-    import_module("motet.runtime.engine_thread")
-    from motet.sdk.metrics import collector_of
+    with collections_paused():
+        import_module("motet.runtime.engine_thread")
+        from motet.sdk.metrics import collector_of
 
     return collector_of(registry)

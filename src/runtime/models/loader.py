@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from motet.errors import CorruptCheckpoint, ModelError, ModelNotFound, UnsupportedModel
+from motet.garbage import collections_paused
 from motet.kernels.ops import Ops
 from motet.runtime.chat_template import ChatTemplate
 from motet.runtime.models.base import CausalLM, Weight
@@ -57,7 +58,8 @@ def load_model(path: str | os.PathLike[str], ops: Ops, max_model_len: int | None
     """
     place = find_model(path)
     try:
-        checkpoint: Checkpoint = GGUFFile(place) if place.is_file() else HFFolder(place)
+        with collections_paused():  # a vocabulary is 100,000 strings
+            checkpoint: Checkpoint = GGUFFile(place) if place.is_file() else HFFolder(place)
         model = _build_model(checkpoint, ops, max_model_len)
         tokenizer, chat_template = checkpoint.tokenizer(), checkpoint.chat_template()
         eos_token_ids = read_eos_token_ids(checkpoint.generation_config, checkpoint.config)
