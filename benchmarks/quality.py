@@ -24,6 +24,7 @@ FORMATS = {
     "bfloat16": EngineConfig(dtype="bfloat16"),
     "int8": EngineConfig(dtype="bfloat16", quantization="int8"),
     "int4": EngineConfig(dtype="bfloat16", quantization="int4"),
+    "gguf": EngineConfig(dtype="bfloat16", quantization="gguf"),
 }
 
 

@@ -29,11 +29,13 @@ class EngineConfig(Frozen):
     """Of weights, adapters and KV cache; the native library computes in float32 between them. "auto" is float32,
     for which greedy output is exact; bfloat16 halves the memory and stands outside the exactness promise."""
 
-    quantization: Literal["int8", "int4"] | None = None
-    """Weights of linears and tables in fewer bits, rounded as the model is loaded, and activations in 8 where they
-    meet them: less memory and faster, at some cost in quality. "int8": a scale for each output (W8A8); "int4": a scale
-    and a minimum for each 32 weights (W4A8), tables in 8 bits. Outside the exactness promise, yet a request's tokens
-    depend on no other's. Needs the native library (`ModelError` without). None: as `dtype`."""
+    quantization: Literal["int8", "int4", "gguf"] | None = None
+    """Weights of linears and tables in fewer bits, and activations in 8 where they meet them: less memory and faster,
+    at some cost in quality. "int8": a scale for each output (W8A8); "int4": a scale and a minimum for each 32 weights
+    (W4A8), tables in 8 bits; both rounded as the model is loaded. "gguf": what a `.gguf` file holds in Q4_0, Q4_1 or
+    Q8_0 stays exactly so, the rest is as `dtype`; a model without such weights is `UnsupportedModel`. Outside the
+    exactness promise, yet a request's tokens depend on no other's. Needs the native library (`ModelError` without).
+    None: as `dtype`."""
 
     threads: int | None = Field(default=None, ge=1, le=1024)
     """Compute threads of the engine, and of torch in the whole process. None: torch's own choice (the physical

@@ -34,8 +34,22 @@ AttentionPlan = Any
 Replay = Callable[[Sequence[Tensor]], Tensor]
 """A recorded step: given inputs of the recorded shapes, what the step returns of them, valid until the next replay."""
 
-Quantization = Literal["int8", "int4"]
+Quantization = Literal["int8", "int4", "gguf"]
 """What the weights of linears and tables become at packing, as in `EngineConfig`."""
+
+BLOCK_KINDS = ("Q4_0", "Q4_1", "Q8_0")
+"""llama.cpp's names for blocks of weights: scale · (code - 8), scale · code + minimum and scale · code."""
+
+BLOCK = 32
+"""K whose weights make up a block."""
+
+
+class Blocks(NamedTuple):
+    """A weight [N, K] as llama.cpp has quantised it: K a multiple of 32, all scales in half precision."""
+
+    kind: str  # one of `BLOCK_KINDS`
+    inner: int  # K
+    rows: Tensor  # [N, bytes of a row] uint8, each row K / 32 blocks as they lie in the file
 
 
 LoRAPlan = Any
@@ -77,6 +91,9 @@ class Ops(ABC):
     activations: torch.dtype
     """A: of what flows through the model, and of the small parameters, norms and biases. D or float32."""
 
+    keeps_blocks: bool = False
+    """Whether weights that the checkpoint holds as `Blocks` shall stay so: `pack_blocks` then comes first."""
+
     def record(self, step: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Replay | None:
         """Runs a step and gives what runs it again on other inputs, with little beside the ops themselves.
 
@@ -96,6 +113,13 @@ class Ops(ABC):
     @abstractmethod
     def pack_table(self, table: Tensor) -> LinearWeight:
         """An embedding's table [V, H] D, for `embedding` and, where the output head is tied to it, `linear`."""
+
+    def pack_blocks(self, parts: Sequence[Blocks]) -> LinearWeight | None:
+        """Weights under each other, all of one K, as one [sum of N, K] for `linear` and `embedding`: exactly these.
+
+        None: no format of this backend holds them exactly.
+        """
+        return None
 
     @abstractmethod
     def unpack_linear(self, weight: LinearWeight) -> Tensor:

@@ -53,6 +53,10 @@ _OPS: Mapping[str, str] = MappingProxyType(
         "unpack_int8_f32": "ppiip",
         "unpack_int8_bf16": "ppiip",
         "gather_int8": "pippip",
+        "linear_int8_grouped": "piiiippppp",
+        "unpack_int8_grouped_f32": "ppiiip",
+        "unpack_int8_grouped_bf16": "ppiiip",
+        "gather_int8_grouped": "pippiip",
         "add_lora_f32": "ppipiiippi",
         "add_lora_bf16": "ppipiiippi",
         "rope_cos_sin": "pipifpp",
@@ -66,6 +70,10 @@ _OPS: Mapping[str, str] = MappingProxyType(
         "pack_int4_bf16": "piiip",
         "unpack_int4_f32": "piiip",
         "unpack_int4_bf16": "piiip",
+        "gather_int4": "pipiip",
+        "pack_q4_0": "piiip",
+        "pack_q4_1": "piiip",
+        "pack_q8_0": "piiipp",
     }
 )
 """What each op takes behind the threads, as the C++ sources have it: p an address, i an int64, f a float."""

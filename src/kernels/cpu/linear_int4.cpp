@@ -3,30 +3,14 @@
 // A group of k in a column has a scale and a minimum, w ≈ scale · code + minimum with codes from 0 to 15, and the same group
 // of a row of x has a scale of its own (see linear_int8.cpp). With the bytes q of x a group's share is
 // x_scale · (scale · Σ code · q + minimum · Σ q): the sums exact in 32 bits, groups in their order as floats.
-// Panels: [N/32][K/group], each the 32 scales and 32 minima in half precision, then codes [group/8][32][4]: four k in the
-// lower halves of the bytes, the next four in the upper ones.
 #include "abi.h"
-#include "quantise.h"
+#include "layouts.h"
 
 namespace motet {
 namespace {
 
 constexpr int kLevels = 15;
 constexpr int64_t kLargestGroup = 64;
-constexpr int64_t kOctets = kPanel * kQuad;  // bytes of eight k of a panel
-
-// What a panel's group of `size` numbers a column consists of.
-struct Group {
-  int64_t size;
-
-  int64_t bytes() const { return 2 * kPanel * sizeof(half) + kPanel * size / 2; }
-  static half* scales(uint8_t* at) { return (half*)at; }
-  static half* minima(uint8_t* at) { return (half*)at + kPanel; }
-  static uint8_t* codes(uint8_t* at) { return at + 2 * kPanel * sizeof(half); }
-  static const half* scales(const uint8_t* at) { return (const half*)at; }
-  static const half* minima(const uint8_t* at) { return (const half*)at + kPanel; }
-  static const uint8_t* codes(const uint8_t* at) { return at + 2 * kPanel * sizeof(half); }
-};
 
 struct Product {
   QuantisedRows x;
@@ -252,13 +236,11 @@ void unpack_group(const uint8_t* at, int64_t lane, int64_t size, W* out) {
 }
 
 template <class W>
-void unpack(Threads& threads, const uint8_t* packed, int64_t columns, int64_t inner, int64_t group, W* weight) {
+void unpack_column(const uint8_t* packed, int64_t column, int64_t inner, int64_t group, W* out) {
   const int64_t groups = (inner + group - 1) / group;
-  threads.run(columns, [&](int64_t n) {
-    for (int64_t g = 0; g < groups; g++)
-      unpack_group(packed + (n / kPanel * groups + g) * Group{group}.bytes(), n % kPanel,
-                   std::min(group, inner - g * group), weight + n * inner + g * group);
-  });
+  for (int64_t g = 0; g < groups; g++)
+    unpack_group(packed + (column / kPanel * groups + g) * Group{group}.bytes(), column % kPanel,
+                 std::min(group, inner - g * group), out + g * group);
 }
 
 }  // namespace
@@ -273,6 +255,13 @@ MOTET_API void motet_linear_int4(Threads* threads, const float* x, int64_t rows,
 }
 MOTET_RECORDABLE(motet_linear_int4)
 
+// The rows `ids` of the weight: a tied output head's weight is the embedding's table.
+MOTET_API void motet_gather_int4(Threads* threads, const int64_t* ids, int64_t count, const uint8_t* packed,
+                                 int64_t inner, int64_t group, float* out) {
+  threads->run(count, [&](int64_t i) { unpack_column(packed, ids[i], inner, group, out + i * inner); });
+}
+MOTET_RECORDABLE(motet_gather_int4)
+
 #define MOTET_INT4(W, SUFFIX)                                                                                      \
   MOTET_API void motet_pack_int4_##SUFFIX(Threads* threads, const W* weight, int64_t columns, int64_t inner,       \
                                           int64_t group, uint8_t* packed) {                                        \
@@ -280,7 +269,7 @@ MOTET_RECORDABLE(motet_linear_int4)
   }                                                                                                                \
   MOTET_API void motet_unpack_int4_##SUFFIX(Threads* threads, const uint8_t* packed, int64_t columns,              \
                                             int64_t inner, int64_t group, W* weight) {                             \
-    unpack(*threads, packed, columns, inner, group, weight);                                                       \
+    threads->run(columns, [&](int64_t n) { unpack_column(packed, n, inner, group, weight + n * inner); });         \
   }
 
 MOTET_INT4(float, f32)

@@ -1,70 +1,73 @@
 // Products with weights of 8 bits: y = x · wᵀ (+ bias), x and y in float32 (W8A8).
 //
-// Each column of y has a scale of its weights. A row of x has one for each group of k, found anew in every step: some
-// channels of a language model's activations are a hundred times as large as others (arXiv 2208.07339) and with one scale
-// would leave those no bits. Products of bytes are summed exactly in 32 bits within a group, groups in their order as
-// floats. Weights are stored as w + 128, since the hardware multiplies unsigned by signed bytes; 128 · the sum of
-// the group's activations is taken off again.
-// Panels: [N/32][K/4][32][4]; what lacks to whole panels and quads meets activations of 0.
+// A row of x has a scale for each group of k, found anew in every step: some channels of a language model's activations
+// are a hundred times as large as others (arXiv 2208.07339) and with one scale would leave those no bits. The weights
+// have one for each column, or for each column's group, a half. Products of bytes are summed exactly in 32 bits within a
+// group, groups in their order as floats; 128 · the sum of the group's activations takes off what the bytes are above
+// the weights' codes (see layouts.h). What lacks to whole panels and quads meets activations of 0.
+#include <type_traits>
 #include <vector>
 
 #include "abi.h"
-#include "quantise.h"
+#include "layouts.h"
 
 namespace motet {
 namespace {
 
-constexpr int32_t kZero = 128;  // the byte that stands for a weight of 0
-
+// Scale: float, for each column, up to whole panels; or half, for each group.
+template <class Scale>
 struct Product {
   QuantisedRows x;
   int64_t columns;
   const uint8_t* w;
-  const float* scales;  // [columns], then anything up to whole panels
+  const Scale* scales;
   const float* bias;
   float* y;
 };
 
 // Rows [row, row + R) of one panel.
-template <int R>
-void tile(const Product& p, int64_t row, int64_t panel) {
+template <int R, class Scale>
+void tile(const Product<Scale>& p, int64_t row, int64_t panel) {
+  constexpr bool kGrouped = std::is_same_v<Scale, half>;
   const QuantisedRows& x = p.x;
-  const int64_t depth = round_up(x.inner, kQuad);
+  const int64_t depth = round_up(x.inner, kQuad), column = panel * kPanel;
   const uint8_t* w = p.w + panel * kPanel * depth;
   Sums<R> sums;
   sums.clear();
   for (int64_t g = 0; g < x.groups; g++) {
     const int64_t begin = g * x.group;
-    const float* scale = x.scale + row * x.groups + g;
+    const float* x_scale = x.scale + row * x.groups + g;
     const int32_t* sum = x.sum + row * x.groups + g;
     vi dots[R][kVectors];
     for (int r = 0; r < R; r++)
       for (int v = 0; v < kVectors; v++) dots[r][v] = splat_i(-kZero * sum[r * x.groups]);
     multiply<R>(dots, x.q + row * x.depth + begin, x.depth, w + begin * kPanel, std::min(x.group, depth - begin));
-    for (int r = 0; r < R; r++)
-      for (int v = 0; v < kVectors; v++)
-        sums.at[r][v] = fma(to_float(dots[r][v]), splat(scale[r * x.groups]), sums.at[r][v]);
+    for (int v = 0; v < kVectors; v++) {
+      vf w_scale = {};
+      if constexpr (kGrouped) w_scale = load_half(p.scales + (panel * x.groups + g) * kPanel + v * kLanes);
+      for (int r = 0; r < R; r++) {
+        vf scale = splat(x_scale[r * x.groups]);
+        if constexpr (kGrouped) scale *= w_scale;
+        sums.at[r][v] = fma(to_float(dots[r][v]), scale, sums.at[r][v]);
+      }
+    }
   }
-  const int64_t column = panel * kPanel;
-  for (int v = 0; v < kVectors; v++) {
-    const vf scale = load(p.scales + column + v * kLanes);
-    for (int r = 0; r < R; r++) sums.at[r][v] *= scale;
-  }
+  if constexpr (!kGrouped)
+    for (int v = 0; v < kVectors; v++) {
+      const vf scale = load(p.scales + column + v * kLanes);
+      for (int r = 0; r < R; r++) sums.at[r][v] *= scale;
+    }
   sums.store_to(p.y + row * p.columns + column, p.columns, panel_width(p.columns, column),
                 p.bias ? p.bias + column : nullptr);
 }
 
-void linear(Threads& threads, const float* x, const Product& p) {
+template <class Scale>
+void linear(Threads& threads, const float* x, const Product<Scale>& p) {
   if (p.x.rows == 0) return;
   p.x.fill(threads, x);
   threads.run(num_panels(p.columns), [&](int64_t panel) {
     for_tiles<kTileRows>(p.x.rows, [&](int64_t row, auto size) { tile<size>(p, row, panel); });
   });
-}
-
-// Where the byte of weight [column, k] lies.
-int64_t place(int64_t column, int64_t k, int64_t depth) {
-  return (column / kPanel * depth + k / kQuad * kQuad) * kPanel + column % kPanel * kQuad + k % kQuad;
 }
 
 template <class W>
@@ -84,18 +87,31 @@ void pack(Threads& threads, const W* weight, int64_t columns, int64_t inner, uin
   });
 }
 
-MOTET_INLINE float value(const uint8_t* packed, const float* scales, int64_t column, int64_t k, int64_t depth) {
-  return (float)(packed[place(column, k, depth)] - kZero) * scales[column];
-}
+// Of a column that is packed with one scale for each group of k, or, group 0, for all of it.
+struct Column {
+  const uint8_t* packed;
+  int64_t index, inner;
 
-template <class W>
-void unpack(Threads& threads, const uint8_t* packed, const float* scales, int64_t columns, int64_t inner,
-            W* weight) {
-  const int64_t depth = round_up(inner, kQuad);
-  threads.run(columns, [&](int64_t n) {
-    for (int64_t k = 0; k < inner; k++) assign(weight[n * inner + k], value(packed, scales, n, k, depth));
-  });
-}
+  template <class W>
+  void unpack(const float* scales, W* out) const {
+    unpack(0, inner, scales[index], out);
+  }
+  template <class W>
+  void unpack(const half* scales, int64_t group, W* out) const {
+    const int64_t groups = (inner + group - 1) / group, lane = index % kLanes;
+    for (int64_t g = 0; g < groups; g++) {
+      const half* at = scales + (index / kPanel * groups + g) * kPanel + index % kPanel - lane;
+      unpack(g * group, std::min(inner, (g + 1) * group), load_half(at)[lane], out);
+    }
+  }
+
+ private:
+  template <class W>
+  void unpack(int64_t k, int64_t end, float scale, W* out) const {
+    const int64_t depth = round_up(inner, kQuad);
+    for (; k < end; k++) assign(out[k], (float)(packed[place(index, k, depth)] - kZero) * scale);
+  }
+};
 
 }  // namespace
 }  // namespace motet
@@ -106,19 +122,30 @@ using namespace motet;
 MOTET_API void motet_linear_int8(Threads* threads, const float* x, int64_t rows, int64_t inner, int64_t columns,
                                  int64_t group, const uint8_t* w, const float* scales, const float* bias,
                                  float* scratch, float* y) {
-  linear(*threads, x, Product{QuantisedRows(rows, inner, group, scratch), columns, w, scales, bias, y});
+  linear(*threads, x, Product<float>{QuantisedRows(rows, inner, group, scratch), columns, w, scales, bias, y});
 }
 MOTET_RECORDABLE(motet_linear_int8)
+
+// group: of weights as well.
+MOTET_API void motet_linear_int8_grouped(Threads* threads, const float* x, int64_t rows, int64_t inner,
+                                         int64_t columns, int64_t group, const uint8_t* w, const half* scales,
+                                         const float* bias, float* scratch, float* y) {
+  linear(*threads, x, Product<half>{QuantisedRows(rows, inner, group, scratch), columns, w, scales, bias, y});
+}
+MOTET_RECORDABLE(motet_linear_int8_grouped)
 
 // The rows `ids` of the weight: a tied output head's weight is the embedding's table.
 MOTET_API void motet_gather_int8(Threads* threads, const int64_t* ids, int64_t count, const uint8_t* packed,
                                  const float* scales, int64_t inner, float* out) {
-  const int64_t depth = round_up(inner, kQuad);
-  threads->run(count, [&](int64_t i) {
-    for (int64_t k = 0; k < inner; k++) out[i * inner + k] = value(packed, scales, ids[i], k, depth);
-  });
+  threads->run(count, [&](int64_t i) { Column{packed, ids[i], inner}.unpack(scales, out + i * inner); });
 }
 MOTET_RECORDABLE(motet_gather_int8)
+
+MOTET_API void motet_gather_int8_grouped(Threads* threads, const int64_t* ids, int64_t count, const uint8_t* packed,
+                                         const half* scales, int64_t inner, int64_t group, float* out) {
+  threads->run(count, [&](int64_t i) { Column{packed, ids[i], inner}.unpack(scales, group, out + i * inner); });
+}
+MOTET_RECORDABLE(motet_gather_int8_grouped)
 
 #define MOTET_INT8(W, SUFFIX)                                                                                     \
   MOTET_API void motet_pack_int8_##SUFFIX(Threads* threads, const W* weight, int64_t columns, int64_t inner,      \
@@ -127,7 +154,11 @@ MOTET_RECORDABLE(motet_gather_int8)
   }                                                                                                               \
   MOTET_API void motet_unpack_int8_##SUFFIX(Threads* threads, const uint8_t* packed, const float* scales,         \
                                             int64_t columns, int64_t inner, W* weight) {                          \
-    unpack(*threads, packed, scales, columns, inner, weight);                                                     \
+    threads->run(columns, [&](int64_t n) { Column{packed, n, inner}.unpack(scales, weight + n * inner); });       \
+  }                                                                                                               \
+  MOTET_API void motet_unpack_int8_grouped_##SUFFIX(Threads* threads, const uint8_t* packed, const half* scales,  \
+                                                    int64_t columns, int64_t inner, int64_t group, W* weight) {   \
+    threads->run(columns, [&](int64_t n) { Column{packed, n, inner}.unpack(scales, group, weight + n * inner); }); \
   }
 
 MOTET_INT8(float, f32)

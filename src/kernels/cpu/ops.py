@@ -14,8 +14,8 @@ from motet.kernels.cpu.attention import PagedAttentionPlan, PagedKV
 from motet.kernels.cpu.library import Threads
 from motet.kernels.cpu.lora import CpuLoRA
 from motet.kernels.cpu.recording import Argument, NotRecordable, Program, Recording, Watch
-from motet.kernels.cpu.weights import FORMATS, INT4_GROUP, INT8_GROUP, PackedWeight
-from motet.kernels.ops import LoRASlices, Ops, Quantization, Replay, SamplingRows
+from motet.kernels.cpu.weights import FORMATS, INT4_GROUP, INT8_GROUP, PackedWeight, fits_int4
+from motet.kernels.ops import BLOCK, Blocks, LoRASlices, Ops, Quantization, Replay, SamplingRows
 
 logger = logging.getLogger("motet")
 
@@ -34,6 +34,7 @@ class CpuOps(Ops):
         self.device, self.dtype = torch.device("cpu"), dtype
         self.name = f"cpu ({isa}{'' if quantization is None else ', ' + quantization})"
         self._quantization = quantization
+        self.keeps_blocks = quantization == "gguf"
         self.activations = torch.float32
         self._library = library
         self._threads = Threads(library, threads)
@@ -72,53 +73,59 @@ class CpuOps(Ops):
 
     def pack_table(self, table: Tensor) -> PackedWeight:
         # 8 bits in int4, too: errors of the table, and of the head that is tied to it, meet no later layer.
-        return self._pack(table, self._quantization and "int8")
+        return self._pack(table, "int8" if self._quantization == "int4" else self._quantization)
 
     def _pack(self, weight: Tensor, quantization: Quantization | None) -> PackedWeight:
         columns, inner = weight.shape
         weight = weight.contiguous()
         suffix = FORMATS[weight.dtype]
-        if quantization is None:
-            packed = PackedWeight.empty(columns, inner, weight.dtype)
-            self._run(f"pack_{suffix}", weight, columns, inner, packed.data)
-        elif quantization == "int8":
+        if quantization == "int8":
             packed = PackedWeight.empty_int8(columns, inner, INT8_GROUP)
             self._run(f"pack_int8_{suffix}", weight, columns, inner, packed.data, packed.scales)
-        else:
+        elif quantization == "int4":
             packed = PackedWeight.empty_int4(columns, inner, INT4_GROUP)
             self._run(f"pack_int4_{suffix}", weight, columns, inner, packed.group, packed.data)
+        else:
+            packed = PackedWeight.empty(columns, inner, weight.dtype)
+            self._run(f"pack_{suffix}", weight, columns, inner, packed.data)
+        return packed
+
+    def pack_blocks(self, parts: Sequence[Blocks]) -> PackedWeight | None:
+        kinds = {part.kind for part in parts}
+        columns, inner = sum(len(part.rows) for part in parts), parts[0].inner
+        if kinds == {"Q8_0"}:
+            packed = PackedWeight.empty_int8_grouped(columns, inner, BLOCK)
+        elif kinds <= {"Q4_0", "Q4_1"} and all(map(fits_int4, parts)):
+            packed = PackedWeight.empty_int4(columns, inner, BLOCK)
+        else:
+            return None
+        first = 0
+        for part in parts:
+            rows = part.rows.contiguous()
+            self._run(f"pack_{part.kind.lower()}", rows, len(rows), inner, first, *packed.memory)
+            first += len(rows)
         return packed
 
     def unpack_linear(self, weight: PackedWeight) -> Tensor:
         out = torch.empty(weight.columns, weight.inner, dtype=self.dtype)
-        suffix = FORMATS[self.dtype]
-        if weight.format == "int8":
-            self._run(f"unpack_int8_{suffix}", weight.data, weight.scales, *out.shape, out)
-        elif weight.format == "int4":
-            self._run(f"unpack_int4_{suffix}", weight.data, *out.shape, weight.group, out)
-        else:
-            self._run(f"unpack_{suffix}", weight.data, *out.shape, out)
+        op = f"unpack_{weight.format}" + (f"_{FORMATS[self.dtype]}" if weight.group else "")
+        self._run(op, *weight.memory, *out.shape, *weight.grouping, out)
         return out
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         y = torch.empty(len(x), weight.columns)
         x = x.contiguous()
         sizes = (len(x), weight.inner, weight.columns)
-        if weight.format == "int8":
-            scratch = weight.scratch(len(x))
-            self._run("linear_int8", x, *sizes, weight.group, weight.data, weight.scales, bias, scratch, y)
-        elif weight.format == "int4":
-            self._run("linear_int4", x, *sizes, weight.group, weight.data, bias, weight.scratch(len(x)), y)
+        if weight.group:
+            quantised = (weight.group, *weight.memory, bias, weight.scratch(len(x)))
+            self._run(f"linear_{weight.format}", x, *sizes, *quantised, y)
         else:
-            self._run(f"linear_{weight.format}", x, *sizes, weight.data, bias, y)
+            self._run(f"linear_{weight.format}", x, *sizes, *weight.memory, bias, y)
         return y
 
     def embedding(self, ids: Tensor, table: PackedWeight) -> Tensor:
         out = torch.empty(len(ids), table.inner)
-        if table.format == "int8":
-            self._run("gather_int8", ids, len(ids), table.data, table.scales, table.inner, out)
-        else:
-            self._run(f"gather_{table.format}", ids, len(ids), table.data, table.inner, out)
+        self._run(f"gather_{table.format}", ids, len(ids), *table.memory, table.inner, *table.grouping, out)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from motet.kernels.ops import BLOCK, Blocks
+
 PANEL = 32
 """Columns (of the linear's output) that lie together, as in `panels.h`."""
 
@@ -28,17 +30,17 @@ class PackedWeight:
     """Panels of 32 columns; what lacks to whole panels, pairs, quads and groups weighs nothing.
 
     Float32 as [N / 32, K, 32], bf16 as [N / 32, K / 2, 32, 2], int8 as [N / 32, K / 4, 32, 4] and a scale for each
-    column, int4 as groups with their scales and minima (see `linear_int8.cpp` and `linear_int4.cpp`).
+    column or ("int8_grouped") for each column's group, int4 as groups with their scales and minima (see `layouts.h`).
     """
 
-    format: str  # "f32", "bf16", "int8" or "int4"
+    format: str  # "f32", "bf16", "int8", "int8_grouped" or "int4"
     data: Tensor  # flat
     columns: int  # N
     inner: int  # K
     scales: Tensor | None = None
-    """int8: [N] float32, up to whole panels."""
+    """int8: [N] float32, up to whole panels. int8_grouped: [N / 32, K / group, 32] float16."""
     group: int = 0
-    """Of K, with a scale of their own: activations that meet int8 or int4, weights in int4."""
+    """Of K, with a scale of their own: activations that meet quantised weights, weights in int8_grouped and int4."""
 
     @classmethod
     def empty(cls, columns: int, inner: int, dtype: torch.dtype) -> PackedWeight:
@@ -54,15 +56,39 @@ class PackedWeight:
         return cls("int8", data, columns, inner, torch.empty(padded), group)
 
     @classmethod
+    def empty_int8_grouped(cls, columns: int, inner: int, group: int) -> PackedWeight:
+        padded = _whole(columns, PANEL)
+        data = torch.empty(padded * _whole(inner, QUAD), dtype=torch.uint8)
+        scales = torch.empty(padded * -(-inner // group), dtype=torch.float16)
+        return cls("int8_grouped", data, columns, inner, scales, group)
+
+    @classmethod
     def empty_int4(cls, columns: int, inner: int, group: int) -> PackedWeight:
         bytes_per_column = 4 + group // 2
         data = torch.empty(_whole(columns, PANEL) * -(-inner // group) * bytes_per_column, dtype=torch.uint8)
         return cls("int4", data, columns, inner, group=group)
 
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        return (self.data,) if self.scales is None else (self.data, self.scales)
+
+    @property
+    def grouping(self) -> tuple[int, ...]:
+        """What ops on the weights alone are told of their groups, where they have some."""
+        return (self.group,) if self.format in ("int8_grouped", "int4") else ()
+
     def scratch(self, rows: int) -> Tensor:
         """Memory for the activations of so many rows, quantised: see `QuantisedRows` in `quantise.h`."""
         groups = -(-self.inner // self.group)
         return torch.empty(rows * groups * (2 + self.group // 4))
+
+
+def fits_int4(blocks: Blocks) -> bool:
+    """Whether the minima, of Q4_0 -8 times the scales, are in the range of half precision."""
+    if blocks.kind != "Q4_0":
+        return True
+    scales = blocks.rows.view(len(blocks.rows), blocks.inner // BLOCK, -1)[..., :2].view(torch.float16)
+    return not bool((scales.abs() > torch.finfo(torch.float16).max / 8).any())
 
 
 def _whole(n: int, unit: int) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from motet.kernels.ops import KVCache, Ops
 from motet.lora.sites import LoRASite
+from motet.runtime.models.checkpoint import StoredTensor
 
 if TYPE_CHECKING:
     from motet.runtime.forward_batch import ForwardBatch
@@ -46,6 +47,10 @@ class Weight:
     def load(self, tensor: Tensor) -> None:
         """Copies the tensor, of the same shape, into its place, cast to the parameter's dtype."""
         self.target.copy_(tensor)
+
+    def take(self, stored: StoredTensor) -> None:
+        """Loads what a checkpoint holds."""
+        self.load(stored.read())
 
 
 class CausalLM(Protocol):

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from motet.kernels.ops import Blocks
 from motet.runtime.chat_template import ChatTemplate
 from motet.runtime.tokenizer import TokenizerSource
 
@@ -28,6 +29,9 @@ class StoredTensor:
 
     read: Callable[[], Tensor]
     """The values, [shape] in a floating dtype; may share the file's memory."""
+
+    blocks: Callable[[], Blocks] | None = None
+    """The same in the file's own codes, where a backend may compute with these; may share the file's memory."""
 
 
 class Checkpoint(Protocol):

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from motet.kernels.ops import BLOCK_KINDS, Blocks
 from motet.runtime.models.checkpoint import StoredTensor
 
 _BLOCKS_AT_A_TIME = 8192
@@ -19,7 +20,8 @@ _BLOCKS_AT_A_TIME = 8192
 
 
 def stored_tensor(tensor: gguf.ReaderTensor, restore: Callable[[Tensor], Tensor] | None) -> StoredTensor:
-    """A tensor of the file. restore: undoes what llama.cpp's converter did to its values."""
+    """A tensor of the file. restore: undoes what llama.cpp's converter did to its values: to those of a matrix, it
+    moved whole rows."""
     dtype = tensor.tensor_type.name
     shape = tuple(map(int, reversed(tensor.shape)))
     raw = np.asarray(tensor.data).reshape(-1).view(np.uint8)
@@ -28,7 +30,14 @@ def stored_tensor(tensor: gguf.ReaderTensor, restore: Callable[[Tensor], Tensor]
         values = READERS[dtype](raw).view(shape)
         return values if restore is None else restore(values)
 
-    return StoredTensor(dtype, shape, raw, read)
+    if len(shape) != 2 or dtype not in BLOCK_KINDS:
+        return StoredTensor(dtype, shape, raw, read)
+
+    def blocks() -> Blocks:
+        rows = torch.from_numpy(raw).view(shape[0], -1)
+        return Blocks(dtype, shape[1], rows if restore is None else restore(rows))
+
+    return StoredTensor(dtype, shape, raw, read, blocks)
 
 
 def _plain(dtype: torch.dtype) -> Callable[[npt.NDArray[np.uint8]], Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from motet.kernels.ops import LinearWeight, Ops
 from motet.lora.sites import LoRASite
 from motet.runtime.models.base import Weight
+from motet.runtime.models.matrix import Matrix
 
 if TYPE_CHECKING:
     from motet.runtime.forward_batch import ForwardBatch
@@ -31,7 +32,7 @@ class Linear:
     modules: tuple[str, ...]
     out_features: tuple[int, ...]
     site: LoRASite | None
-    weight: LinearWeight  # [sum(out_features), in_features] D; after `pack`, as the backend likes it
+    weight: LinearWeight  # [sum(out_features), in_features] D: a `Matrix` until `pack`
     bias: Tensor | None  # [sum(out_features)] A
 
     def __call__(self, batch: ForwardBatch, x: Tensor) -> Tensor:
@@ -43,18 +44,14 @@ class Linear:
 
     def weights(self) -> dict[str, Weight]:
         """Each projection's `.weight` (and `.bias`), bound to its slice. Only until `pack`."""
-        bound = {}
-        first = 0
-        for module, out_features in zip(self.modules, self.out_features, strict=True):
-            rows = slice(first, first + out_features)
-            bound[f"{module}.weight"] = Weight(self.weight[rows])
-            if self.bias is not None:
-                bound[f"{module}.bias"] = Weight(self.bias[rows])
-            first += out_features
+        bound = {f"{module}.weight": w for module, w in zip(self.modules, self.weight.weights, strict=True)}
+        if self.bias is not None:
+            biases = torch.split(self.bias, list(self.out_features))
+            bound |= {f"{module}.bias": Weight(b) for module, b in zip(self.modules, biases, strict=True)}
         return bound
 
     def pack(self) -> None:
-        self.weight = self.ops.pack_linear(self.weight)
+        self.weight = self.weight.pack(self.ops.pack_linear)
         if self.site is not None:
             self.site = replace(self.site, weight=partial(self.ops.unpack_linear, self.weight))
 
@@ -138,6 +135,6 @@ def make_linear(
         modules=modules,
         out_features=out_features,
         site=site,
-        weight=torch.empty(sum(out_features), in_features, dtype=ops.dtype, device=ops.device),
+        weight=Matrix(ops, in_features, out_features),
         bias=b,
     )

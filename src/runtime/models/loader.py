@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from motet.errors import CorruptCheckpoint, ModelError, ModelNotFound, UnsupportedModel
 from motet.garbage import collections_paused
-from motet.kernels.ops import Ops
+from motet.kernels.ops import BLOCK_KINDS, Ops
 from motet.runtime.chat_template import ChatTemplate
 from motet.runtime.models.base import CausalLM, Weight
 from motet.runtime.models.checkpoint import Checkpoint, StoredTensor
@@ -27,6 +28,8 @@ from motet.runtime.models.hub import download_model, is_hub_id
 from motet.runtime.models.plugins import check_model
 from motet.runtime.models.registry import find_model_class
 from motet.runtime.tokenizer import TokenizerSource
+
+logger = logging.getLogger("motet")
 
 _LEFTOVERS = ("rotary_emb.inv_freq",)
 """Ends of the names of tensors that older transformers wrote though every reader computes them."""
@@ -60,6 +63,8 @@ def load_model(path: str | os.PathLike[str], ops: Ops, max_model_len: int | None
     try:
         with collections_paused():  # a vocabulary is 100,000 strings
             checkpoint: Checkpoint = GGUFFile(place) if place.is_file() else HFFolder(place)
+        if ops.keeps_blocks:
+            _check_has_blocks(checkpoint, ops)
         model = _build_model(checkpoint, ops, max_model_len)
         tokenizer, chat_template = checkpoint.tokenizer(), checkpoint.chat_template()
         eos_token_ids = read_eos_token_ids(checkpoint.generation_config, checkpoint.config)
@@ -114,6 +119,19 @@ def find_model(path: str | os.PathLike[str]) -> Path:
     return place
 
 
+def _check_has_blocks(checkpoint: Checkpoint, ops: Ops) -> None:
+    matrices = [stored for stored in checkpoint.tensors.values() if len(stored.shape) == 2]
+    others = [stored.dtype for stored in matrices if stored.blocks is None]
+    stored_as = ", ".join(sorted(set(others)))
+    if len(others) == len(matrices):
+        raise UnsupportedModel(
+            f"EngineConfig.quantization is 'gguf', but the weights are stored as {stored_as}; what can stay so in "
+            f"a .gguf file is {', '.join(BLOCK_KINDS)}: leave it None, or let 'int8' or 'int4' round the weights"
+        )
+    if others:
+        logger.info("%d of %d matrices (%s) become %s", len(others), len(matrices), stored_as, ops.dtype)
+
+
 def _build_model(checkpoint: Checkpoint, ops: Ops, max_model_len: int | None) -> CausalLM:
     model_class = find_model_class(checkpoint.config)
     config = {**checkpoint.config, "max_model_len": max_model_len}
@@ -147,7 +165,7 @@ def _load_weights(model: CausalLM, checkpoint: Checkpoint) -> bytes:
             )
 
     def load(name: str) -> bytes:
-        weights[name].load(tensors[name].read())
+        weights[name].take(tensors[name])
         return _tensor_digest(name, tensors[name])
 
     # Reading, dequantising and hashing let other threads run.

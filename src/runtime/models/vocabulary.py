@@ -6,12 +6,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from motet.kernels.ops import Ops
+from motet.kernels.ops import LinearWeight, Ops
 from motet.lora.sites import LoRASite
 from motet.runtime.models.base import Weight
+from motet.runtime.models.matrix import Matrix
 
 if TYPE_CHECKING:
     from motet.runtime.forward_batch import ForwardBatch
@@ -24,10 +24,9 @@ class Embedding:
         """path: the Hugging Face module's."""
         self._ops = ops
         self.path = path
-        self.table: Tensor = torch.empty(vocab_size, hidden_size, dtype=ops.dtype, device=ops.device)
-        """[V, H] D; after `pack`, as the backend likes it."""
-        weight = self.table.detach
-        self.site = LoRASite(site_index, vocab_size, (path,), (hidden_size,), "embedding", weight)
+        self.table: LinearWeight = Matrix(ops, hidden_size, [vocab_size])
+        """[V, H] D: a `Matrix` until `pack`."""
+        self.site = LoRASite(site_index, vocab_size, (path,), (hidden_size,), "embedding")
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """[T, H] A for the batch's input ids, the adapters' deltas added."""
@@ -38,10 +37,11 @@ class Embedding:
 
     def weights(self) -> dict[str, Weight]:
         """Only until `pack`."""
-        return {f"{self.path}.weight": Weight(self.table)}
+        (weight,) = self.table.weights
+        return {f"{self.path}.weight": weight}
 
     def pack(self) -> None:
-        self.table = self._ops.pack_table(self.table)
+        self.table = self.table.pack(self._ops.pack_table)
         self.site = replace(self.site, weight=partial(self._ops.unpack_linear, self.table))
 
 
@@ -56,10 +56,9 @@ class OutputHead:
         self._embedding = embedding
         self._tied = tied
         self._path = path
-        self._weight = embedding.table if tied else torch.empty_like(embedding.table)
-        vocab_size, hidden_size = self._weight.shape
-        weight = self._weight.detach
-        self.site = LoRASite(site_index, hidden_size, (path,), (vocab_size,), "head", weight)
+        vocab_size, hidden_size = embedding.table.values.shape
+        self._weight: LinearWeight = embedding.table if tied else Matrix(ops, hidden_size, [vocab_size])
+        self.site = LoRASite(site_index, hidden_size, (path,), (vocab_size,), "head")
 
     def __call__(self, batch: ForwardBatch, x: Tensor) -> Tensor:
         """x [R, H] A, of `batch.logits_rows` -> [R, V] A, the adapters' deltas added."""
@@ -70,9 +69,9 @@ class OutputHead:
 
     def weights(self) -> dict[str, Weight]:
         """Empty if tied: the embedding's are loaded. Only until `pack`."""
-        return {} if self._tied else {f"{self._path}.weight": Weight(self._weight)}
+        return {} if self._tied else {f"{self._path}.weight": self._weight.weights[0]}
 
     def pack(self) -> None:
         """After the embedding's."""
-        self._weight = self._embedding.table if self._tied else self._ops.pack_linear(self._weight)
+        self._weight = self._embedding.table if self._tied else self._weight.pack(self._ops.pack_linear)
         self.site = replace(self.site, weight=partial(self._ops.unpack_linear, self._weight))

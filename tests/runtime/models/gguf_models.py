@@ -75,12 +75,15 @@ def write_gguf(
     hf_model: Any,
     *,
     weight_type: QuantisationType = QuantisationType.F32,
-    embedding_type: QuantisationType | None = None,
+    types: Mapping[str, QuantisationType] | None = None,
     metadata: Mapping[str, object] | None = None,
     more_tensors: Mapping[str, torch.Tensor] | None = None,
     change: Callable[[dict[str, torch.Tensor]], object] = lambda tensors: None,
 ) -> Path:
-    """Two-dimensional weights are stored as `weight_type`, the rest as F32. metadata: added, or None to leave out."""
+    """Two-dimensional weights are stored as `weight_type`, or as `types` says by their stems' ends; the rest as F32.
+
+    metadata: added, or None to leave out.
+    """
     config = hf_model.config
     model_arch = ARCHITECTURES[config.model_type]
     architecture = gguf.MODEL_ARCH_NAMES[model_arch]
@@ -116,7 +119,8 @@ def write_gguf(
     for name, tensor in tensors.items():
         kind = QuantisationType.F32
         if tensor.ndim == 2:
-            kind = embedding_type if embedding_type and name == "token_embd.weight" else weight_type
+            own = (kind for end, kind in (types or {}).items() if name.endswith(f"{end}.weight"))
+            kind = next(own, weight_type)
         writer.add_tensor(name, pack(tensor, kind) if tensor.ndim == 2 else tensor.numpy(), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

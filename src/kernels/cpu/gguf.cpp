@@ -1,0 +1,107 @@
+// Weights that llama.cpp quantised, in our panels: each block's scale, minimum and codes are kept as they are.
+//
+// A row is blocks of 32 k: Q4_0 is w = scale · (code − 8), Q4_1 is w = scale · code + minimum, Q8_0 is w = scale · code.
+// The first two become int4 in groups of 32, whose minimum for Q4_0 is −8 · scale; the last one int8 with a scale for
+// each group.
+#include "abi.h"
+#include "layouts.h"
+
+namespace motet {
+namespace {
+
+constexpr int64_t kBlock = 32;
+
+// Four-bit codes: byte i holds that of k = i in its lower half, and of k = 16 + i in its upper one.
+struct Q4_0 {
+  half scale;
+  uint8_t codes[kBlock / 2];
+};
+struct Q4_1 {
+  half scale, minimum;
+  uint8_t codes[kBlock / 2];
+};
+struct Q8_0 {
+  half scale;
+  int8_t codes[kBlock];
+};
+static_assert(sizeof(Q4_0) == 18 && sizeof(Q4_1) == 20 && sizeof(Q8_0) == 34, "as they lie in the file");
+
+MOTET_INLINE uint32_t quad(const void* bytes) { return (uint32_t)load_quad(bytes); }
+
+// One column's 32 codes, to the four octets of its group.
+void put_codes(const uint8_t* codes, uint8_t* to) {
+  constexpr uint32_t kLow = 0x0f0f0f0f;
+  const uint32_t a = quad(codes), b = quad(codes + 4), c = quad(codes + 8), d = quad(codes + 12);
+  const uint32_t octets[] = {(a & kLow) | (b & kLow) << 4, (c & kLow) | (d & kLow) << 4,
+                             (a >> 4 & kLow) | (b & ~kLow), (c >> 4 & kLow) | (d & ~kLow)};
+  for (int i = 0; i < 4; i++) std::memcpy(to + i * kOctets, &octets[i], sizeof octets[i]);
+}
+
+half minimum_of(const Q4_1& block) { return block.minimum; }
+half minimum_of(const Q4_0& block) {
+  half lanes[kLanes] = {block.scale};
+  store_half(lanes, load_half(lanes) * splat(-8.0f));
+  return lanes[0];
+}
+
+// body(column's row of blocks, its place among all columns) for columns [first, first + columns), each by the thread
+// that has its panel.
+template <class Block, class Body>
+void for_columns(Threads& threads, const Block* blocks, int64_t columns, int64_t groups, int64_t first,
+                 const Body& body) {
+  const int64_t first_panel = first / kPanel;
+  threads.run(num_panels(first + columns) - first_panel, [&](int64_t i) {
+    const int64_t begin = (first_panel + i) * kPanel;
+    for (int64_t n = std::max(first, begin); n < std::min(first + columns, begin + kPanel); n++)
+      body(blocks + (n - first) * groups, n);
+  });
+}
+
+template <class Block>
+void pack_int4(Threads& threads, const Block* blocks, int64_t columns, int64_t inner, int64_t first, uint8_t* packed) {
+  const int64_t groups = inner / kBlock;
+  for_columns(threads, blocks, columns, groups, first, [&](const Block* row, int64_t n) {
+    const int64_t lane = n % kPanel;
+    for (int64_t g = 0; g < groups; g++) {
+      uint8_t* at = packed + (n / kPanel * groups + g) * Group{kBlock}.bytes();
+      Group::scales(at)[lane] = row[g].scale;
+      Group::minima(at)[lane] = minimum_of(row[g]);
+      put_codes(row[g].codes, Group::codes(at) + lane * kQuad);
+    }
+  });
+}
+
+void pack_int8(Threads& threads, const Q8_0* blocks, int64_t columns, int64_t inner, int64_t first, uint8_t* packed,
+               half* scales) {
+  const int64_t groups = inner / kBlock;
+  for_columns(threads, blocks, columns, groups, first, [&](const Q8_0* row, int64_t n) {
+    for (int64_t g = 0; g < groups; g++) {
+      scales[(n / kPanel * groups + g) * kPanel + n % kPanel] = row[g].scale;
+      for (int64_t k = 0; k < kBlock; k += kQuad) {
+        const uint32_t bytes = quad(row[g].codes + k) ^ 0x80808080u;
+        std::memcpy(packed + place(n, g * kBlock + k, inner), &bytes, sizeof bytes);
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace motet
+
+using namespace motet;
+
+// Rows of blocks become the columns [first, first + columns) of a weight that holds more of them.
+MOTET_API void motet_pack_q4_0(Threads* threads, const void* blocks, int64_t columns, int64_t inner, int64_t first,
+                               uint8_t* packed) {
+  pack_int4(*threads, (const Q4_0*)blocks, columns, inner, first, packed);
+}
+
+MOTET_API void motet_pack_q4_1(Threads* threads, const void* blocks, int64_t columns, int64_t inner, int64_t first,
+                               uint8_t* packed) {
+  pack_int4(*threads, (const Q4_1*)blocks, columns, inner, first, packed);
+}
+
+MOTET_API void motet_pack_q8_0(Threads* threads, const void* blocks, int64_t columns, int64_t inner, int64_t first,
+                               uint8_t* packed, half* scales) {
+  pack_int8(*threads, (const Q8_0*)blocks, columns, inner, first, packed, scales);
+}
