@@ -11,7 +11,7 @@ from torch import Tensor
 from motet.kernels.cpu.ops import CpuOps
 from motet.kernels.cpu.weights import PackedWeight
 from motet.kernels.ops import BLOCK, BLOCK_KINDS, Blocks
-from tests.kernels.cpu.conftest import MakeOps
+from tests.kernels.cpu.conftest import BUILDS, MakeOps
 from tests.kernels.cpu.test_cpu_quantised import DTYPES, ROWS, check_product
 
 KINDS = pytest.mark.parametrize("kind", BLOCK_KINDS)
@@ -24,6 +24,11 @@ FUSED = pytest.mark.parametrize(
     ],
 )
 """Kinds and rows of what stands under each other; panels begin every 32."""
+
+
+@pytest.fixture(params=BUILDS)
+def isa(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 def make_blocks(kind: str, columns: int, inner: int) -> Blocks:
