@@ -253,6 +253,10 @@ class Ops(ABC):
         """
 
     @abstractmethod
+    def new_adapter_memory(self, numel: int) -> Tensor:
+        """[numel] D, of any content, for the weights of all adapters. It takes up room only where it is written."""
+
+    @abstractmethod
     def plan_lora(self, arena: Tensor, table: Tensor, acts: Tensor, segments: Tensor) -> LoRAPlan:
         """Prepares `add_lora` for one step, at all sites.
 

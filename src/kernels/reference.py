@@ -215,6 +215,9 @@ class ReferenceOps(Ops):
         gathered = torch.index_select(cache, 0, slots, out=self._gathered[:num_slots])
         return gathered.view(-1, *kv.both.shape[1:])
 
+    def new_adapter_memory(self, numel: int) -> Tensor:
+        return torch.empty(numel, dtype=self.dtype, device=self.device)
+
     def plan_lora(self, arena: Tensor, table: Tensor, acts: Tensor, segments: Tensor) -> ReferenceLoRA:
         slots = segments[:, 0]
         rows = [slice(first, last) for _, first, last in segments.tolist()]

@@ -48,12 +48,9 @@ class AdapterArena:
     long as nobody computes with a slot before `place` has returned it or after `remove` is called with it.
     """
 
-    def __init__(
-        self, sites: Sequence[LoRASite], capacity_bytes: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.capacity_bytes = capacity_bytes
-        # Left uninitialised: the system gives the memory only as adapters fill it.
-        self.data = torch.empty(capacity_bytes // dtype.itemsize, dtype=dtype, device=device)
+    def __init__(self, sites: Sequence[LoRASite], memory: Tensor) -> None:
+        """memory: flat, of any content, as `Ops.new_adapter_memory` makes it."""
+        self.data = memory
         self._sites = tuple(sites)
         # Of every projection of the model, in the order of the sites, as they stand in the table.
         self._modules = [module for site in self._sites for module in site.modules]
@@ -63,10 +60,15 @@ class AdapterArena:
         self._held: dict[int, tuple[int, int]] = {}  # slot -> (offset, size) in elements
         self._free_slots: list[int] = []
         # Readers take no lock: a longer table replaces the old one, and what both say of a slot stands until its end.
-        self._table = torch.zeros(0, len(self._modules), len(_NOTHING), dtype=torch.int64, device=device)
+        shape = (0, len(self._modules), len(_NOTHING))
+        self._table = torch.zeros(shape, dtype=torch.int64, device=memory.device)
         self._acts = np.zeros((0, len(self._sites)), dtype=np.bool_)  # [slots, sites]
         self._grow()
         self._slices = tuple(_slices_of(self._sites))
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.data.nbytes
 
     @property
     def used_bytes(self) -> int:

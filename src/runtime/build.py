@@ -75,7 +75,8 @@ def build_runtime(
     assert group.kind == "full", "one block table of all tokens serves every layer"
     num_blocks = _num_blocks(group, config, max_model_len, ops.dtype.itemsize)
     try:
-        arena = AdapterArena(lm.lora_sites, config.adapter_bytes, ops.dtype, ops.device)
+        adapter_memory = ops.new_adapter_memory(config.adapter_bytes // ops.dtype.itemsize)
+        arena = AdapterArena(lm.lora_sites, adapter_memory)
         runner = ModelRunner(
             lm,
             ops,
@@ -85,7 +86,7 @@ def build_runtime(
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
         )
-    except RuntimeError as error:  # torch has no narrower one for the CPU
+    except (RuntimeError, OSError) as error:  # torch has no narrower one for the CPU; mmap's is an OSError
         raise ModelError(
             f"there is not enough memory: lower EngineConfig.kv_cache_bytes (now {config.kv_cache_bytes}) "
             f"or adapter_bytes (now {config.adapter_bytes}): {error}"

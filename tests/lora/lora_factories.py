@@ -56,9 +56,7 @@ def num_bytes(weights: LoRAWeights) -> int:
 
 def make_arena(capacity_bytes: int = 1 << 16) -> AdapterArena:
     """Float32 on the CPU, full of NaN: whoever reads what nobody wrote shows it."""
-    arena = AdapterArena(SITES, capacity_bytes, torch.float32, torch.device("cpu"))
-    arena.data.fill_(float("nan"))
-    return arena
+    return AdapterArena(SITES, torch.full((capacity_bytes // 4,), float("nan")))
 
 
 def weights_in(arena: AdapterArena, slot: int) -> dict[str, ModuleLoRA]:

@@ -59,7 +59,7 @@ def test_removed_memory_and_slots_are_used_again() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_adapter_copied_out_comes_back_elsewhere_as_it_was(dtype: torch.dtype) -> None:
-    arena = AdapterArena(SITES, 4096, dtype, torch.device("cpu"))
+    arena = AdapterArena(SITES, torch.empty(4096 // dtype.itemsize, dtype=dtype))
     extras: dict[str, list[str]] = {"scaled": ["o"], "shifted": ["q", "o"]}
     first, slot = (arena.place(arena.pack(make_weights({"q": rank, "o": 3}, **extras))) for rank in (1, 2))
     before = {m: [tensor.clone() for tensor in x.tensors()] for m, x in weights_in(arena, slot).items()}
@@ -95,11 +95,11 @@ def test_an_arena_without_memory_takes_nothing() -> None:
 
 
 def test_memory_is_counted_in_the_arenas_dtype() -> None:
-    arena = AdapterArena(SITES, 1001, torch.bfloat16, torch.device("cpu"))
+    arena = AdapterArena(SITES, torch.empty(500, dtype=torch.bfloat16))
     weights = make_weights({"q": 3})
     slot = arena.place(arena.pack(weights))
     assert arena.nbytes(slot) == arena.used_bytes == num_bytes(weights) // 2
-    assert arena.data.nbytes == 1000
+    assert arena.capacity_bytes == 1000
 
 
 def test_the_integrity_check_sees_weights_outside_their_extent() -> None:

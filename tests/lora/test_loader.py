@@ -45,7 +45,7 @@ def running(
     root: Path | None = None,
     resolver: Resolver | None = None,
 ) -> Iterator[tuple[AdapterPool, AdapterLoader]]:
-    arena = AdapterArena(sites, capacity_bytes, torch.float32, torch.device("cpu"))
+    arena = AdapterArena(sites, torch.empty(capacity_bytes // 4))
     pool = AdapterPool(arena, host_bytes, resolving=resolver is not None)
     loader = AdapterLoader(pool, arena, sites, root=root, resolver=resolver)
     faults: list[BaseException] = []

@@ -58,7 +58,7 @@ def test_each_module_gets_pefts_own_delta(
 ) -> None:
     model = make_peft(**config)
     model.save_pretrained(tmp_path)
-    arena = AdapterArena(sites, 16 * MiB, torch.float32, OPS.device)
+    arena = AdapterArena(sites, OPS.new_adapter_memory(4 * MiB))
     batch = LoRABatch(OPS, arena, [arena.place(arena.pack(read_adapter(tmp_path, sites)))] * 9)
     adapted = 0
     for site in sites:
@@ -75,7 +75,7 @@ def test_each_module_gets_pefts_own_delta(
 def test_case_13_rows_of_a_mixed_batch_get_their_own_adapters_delta_and_base_rows_none(
     make_peft: Callable[..., PeftModel], sites: tuple[LoRASite, ...], tmp_path: Path
 ) -> None:
-    arena = AdapterArena(sites, 64 * MiB, torch.float32, OPS.device)
+    arena = AdapterArena(sites, OPS.new_adapter_memory(16 * MiB))
     arena.data.fill_(float("nan"))  # nothing but an adapter's own memory may be read
     models: dict[int, PeftModel] = {}
     for i, config in enumerate(STRONG):
@@ -103,7 +103,7 @@ def test_weights_are_cast_to_the_arenas_dtype(
 ) -> None:
     weights = read_adapter(make_adapter(r=5), sites)
     ops = select_ops("cpu", "bfloat16")
-    arena = AdapterArena(sites, MiB, torch.bfloat16, ops.device)
+    arena = AdapterArena(sites, ops.new_adapter_memory(MiB // 2))
     slot = arena.place(arena.pack(weights))
     assert arena.used_bytes == arena.nbytes(slot) == num_bytes(weights) // 2
     x = torch.randn(3, sites[1].in_features).to(ops.activations)

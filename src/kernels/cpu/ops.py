@@ -13,6 +13,7 @@ from motet.kernels import philox
 from motet.kernels.cpu.attention import PagedAttentionPlan, PagedKV
 from motet.kernels.cpu.library import Threads
 from motet.kernels.cpu.lora import CpuLoRA
+from motet.kernels.cpu.memory import HugePages
 from motet.kernels.cpu.recording import Argument, NotRecordable, Program, Recording, Watch
 from motet.kernels.cpu.weights import FORMATS, INT4_GROUP, INT8_GROUP, PackedWeight, fits_int4
 from motet.kernels.ops import BLOCK, Blocks, LoRASlices, Ops, Quantization, Replay, SamplingRows
@@ -38,6 +39,7 @@ class CpuOps(Ops):
         self.activations = torch.float32
         self._library = library
         self._threads = Threads(library, threads)
+        self._memory = HugePages()
         self._recording: Recording | None = None
         self._arena = torch.empty(0, dtype=torch.uint8)
         """Where programs keep their tensors between ops; only one runs at a time."""
@@ -231,6 +233,9 @@ class CpuOps(Ops):
         numbers = (float(scale), float(softcap or 0.0))
         self._run(f"paged_attention_{kv.format}", q, q.stride(0), kv.data, plan.header, *sizes, *numbers, out)
         return out
+
+    def new_adapter_memory(self, numel: int) -> Tensor:
+        return self._memory.empty(numel, self.dtype)
 
     def plan_lora(self, arena: Tensor, table: Tensor, acts: Tensor, segments: Tensor) -> CpuLoRA:
         return CpuLoRA.of(arena, table, acts, segments)

@@ -194,7 +194,16 @@ MOTET_INLINE vf tanh(vf x) {
 
 // kLanes bf16 numbers -> floats.
 typedef uint16_t vh __attribute__((vector_size(kLanes * 2)));
-MOTET_INLINE vf widen(vh x) { return from_bits(__builtin_convertvector(x, vu) << 16); }
+MOTET_INLINE vf widen(vh x) {
+  // Not __builtin_convertvector alone: GCC 12 does it in halves, with four more shuffles.
+#if defined(__AVX512F__)
+  return from_bits((vu)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)x) << 16);
+#elif defined(__AVX2__)
+  return from_bits((vu)_mm256_cvtepu16_epi32((__m128i)x) << 16);
+#else
+  return from_bits(__builtin_convertvector(x, vu) << 16);
+#endif
+}
 MOTET_INLINE vf load(const bf16* p) {
   vh x;
   std::memcpy(&x, p, sizeof x);

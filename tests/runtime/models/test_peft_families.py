@@ -43,7 +43,7 @@ def test_case_14_an_adapter_of_every_module_has_pefts_logits(family: str, dora: 
     peer = save_strong(base, tmp_path / "adapter", target_modules=rf"(.*\.)?({names})", r=4, use_dora=dora)
     ops = float32_ops()
     model = load_model(save_folder(base, tmp_path / "model"), ops).model
-    arena = AdapterArena(model.lora_sites, 4 << 20, torch.float32, ops.device)
+    arena = AdapterArena(model.lora_sites, ops.new_adapter_memory(1 << 20))
     slot = arena.place(arena.pack(read_adapter(tmp_path / "adapter", model.lora_sites)))
     acts = arena.acts([slot])
     assert all(acts[site.index] for site in model.lora_sites if not dora or site.role == "layer")
@@ -122,7 +122,7 @@ def test_a_pissa_adapter_that_peft_converted_is_a_plain_lora(tmp_path: Path) -> 
     ids = make_ids(10)
     with torch.inference_mode():
         theirs = peer(ids[None]).logits[0]
-    arena = AdapterArena(model.lora_sites, 1 << 20, torch.float32, torch.device("cpu"))
+    arena = AdapterArena(model.lora_sites, torch.empty(1 << 18))
     slot = arena.place(arena.pack(read_adapter(tmp_path / "adapter", model.lora_sites)))
     ours = motet_logits(model, ops, ids, range(10), lora=LoRABatch(ops, arena, [slot] * 10))
     assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
