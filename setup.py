@@ -1,7 +1,7 @@
 """The native library of the CPU backend: the same C++ sources, built once for each instruction set.
 
-Everything else about the package stands in pyproject.toml. A build that fails, for want of a compiler or on another
-processor, is left out with a warning: the package works without.
+Everything else about the package stands in pyproject.toml. A build that fails, for want of a compiler, with an old
+one (AVX-512 BF16 needs GCC 10) or on another processor, is left out with a warning: the package works without.
 """
 
 from copy import copy
@@ -13,6 +13,7 @@ from setuptools.command.build_ext import build_ext
 
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
 ISAS = {
+    "avx512_bf16": [*AVX512, "-mavx512vnni", "-mavx512bf16"],
     "avx512_vnni": [*AVX512, "-mavx512vnni"],
     "avx512": AVX512,
     "avx2": ["-mavx2", "-mfma"],

@@ -69,8 +69,7 @@ def recorded(ops: Ops, step: Callable[[], Tensor], inputs: Sequence[Tensor]) -> 
     return lambda: step() if replay is None else replay(inputs)  # `step` also keeps the weights alive
 
 
-def linears(ops: Ops, quantization: str | None) -> Iterator[Case]:
-    kind = "f32" if quantization is None else "int8"
+def linears(ops: Ops, kind: str) -> Iterator[Case]:
     for name, (columns, inner) in LINEARS.items():
         weight = torch.randn(columns, inner).to(ops.dtype)
         packed: list[Any] = [ops.pack_linear(weight.clone())]
@@ -92,7 +91,7 @@ def linear(
     return Case(test, recorded(ops, step, [x]), len(packed), read_bytes, operations, kind)
 
 
-def attention(ops: Ops, quantization: str | None) -> Iterator[Case]:
+def attention(ops: Ops, kind: str) -> Iterator[Case]:
     for sequences, context in ((1, 256), (1, 2048), (8, 512), (32, 512)):
         yield attend(ops, f"attention decode {sequences}x{context}", sequences, context, new=1)
     for new in (128, 512):
@@ -127,7 +126,7 @@ def attend(ops: Ops, test: str, sequences: int, context: int, new: int) -> Case:
     return Case(test, recorded(ops, step, [q]), len(caches), read_bytes, operations)
 
 
-def adapters(ops: Ops, quantization: str | None) -> Iterator[Case]:
+def adapters(ops: Ops, kind: str) -> Iterator[Case]:
     for rows, slots in ((8, 8), (32, 8), (32, 32)):
         for rank in (8, 64):
             yield sgmv(ops, f"sgmv gate_up {rows} rows, {slots} adapters of rank {rank}", rows, slots, rank)
@@ -157,7 +156,7 @@ def sgmv(ops: Ops, test: str, rows: int, slots: int, rank: int) -> Case:
     return Case(test, run, layers, read_bytes, 2 * rows * 2 * (a_size + b_size))
 
 
-def small(ops: Ops, quantization: str | None) -> Iterator[Case]:
+def small(ops: Ops, kind: str) -> Iterator[Case]:
     weight = torch.ones(HIDDEN)
     for rows in ROWS:
         x, residual = torch.randn(rows, HIDDEN), torch.randn(rows, HIDDEN)
@@ -176,7 +175,7 @@ def repeated(ops: Ops, test: str, op: Callable[..., Tensor], x: Tensor, *rest: A
     return Case(test, recorded(ops, step, [x]), count, read_bytes)
 
 
-def sampling(ops: Ops, quantization: str | None) -> Iterator[Case]:
+def sampling(ops: Ops, kind: str) -> Iterator[Case]:
     for rows in (1, 32):
         logits = [torch.randn(rows, VOCAB) * 4 for _ in range(8)]
         for name, temperature, top_p in (
@@ -220,8 +219,9 @@ def main() -> None:
     ceiling = Ceiling(arguments.threads)
     ops = select_ops("cpu", arguments.dtype, arguments.threads, arguments.quantization)
     name = f"{ops.name} {arguments.dtype}"
+    kind = ceiling.kind_of_linears(arguments.dtype, arguments.quantization)
     for family in arguments.only:
-        for case in FAMILIES[family](ops, arguments.quantization):
+        for case in FAMILIES[family](ops, kind):
             report(name, case.test, **measure(case, ceiling, arguments.rounds))
 
 

@@ -16,7 +16,7 @@ SHOWN = {
     "w4": ("tokens_per_s", "ttft_p50_ms", "itl_p99_ms"),
     "w5": ("rate", "tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "lag_p99_ms"),
     "memory": ("peak_mib",),
-    "ceiling": ("read_gb_per_s", "f32_gflop_per_s", "int8_gop_per_s"),
+    "ceiling": ("read_gb_per_s", "f32_gflop_per_s", "bf16_gflop_per_s", "int8_gop_per_s"),
 }
 """Figures worth a column, by test."""
 

@@ -39,7 +39,8 @@ def decode_limit(arguments: Namespace, batch: int, ceiling: Ceiling) -> float:
     """Seconds of one step."""
     read = ceiling.read_bytes_per_s()
     reading = weights() * BITS[arguments.quantization or arguments.dtype] / 8 / read
-    computing = 2 * weights() * batch / ceiling.operations_per_s("int8" if arguments.quantization else "f32")
+    kind = ceiling.kind_of_linears(arguments.dtype, arguments.quantization)
+    computing = 2 * weights() * batch / ceiling.operations_per_s(kind)
     token_bytes = LAYERS * 2 * KV_HEADS * HEAD_DIM * BITS[arguments.dtype] / 8
     return max(reading, computing) + batch * (CONTEXT + NEW_TOKENS / 2) * token_bytes / read
 
@@ -48,8 +49,8 @@ def prefill_limit(arguments: Namespace, ceiling: Ceiling) -> float:
     """Seconds to the first token. Only the last row meets the head."""
     linear = 2 * (weights(with_head=False) * PREFILL + LINEARS["head"][0] * LINEARS["head"][1])
     attention = LAYERS * 4 * HEADS * HEAD_DIM * PREFILL * (PREFILL + 1) / 2
-    linear_seconds = linear / ceiling.operations_per_s("int8" if arguments.quantization else "f32")
-    return linear_seconds + attention / ceiling.operations_per_s("f32")
+    kind = ceiling.kind_of_linears(arguments.dtype, arguments.quantization)
+    return linear / ceiling.operations_per_s(kind) + attention / ceiling.operations_per_s("f32")
 
 
 def request(prompt_tokens: int, max_tokens: int) -> Request:

@@ -26,8 +26,9 @@ class EngineConfig(Frozen):
     """Where the model computes. "auto" is the best device that motet has a backend for: the CPU today."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights, adapters and KV cache; the native library computes in float32 between them. "auto" is float32,
-    for which greedy output is exact; bfloat16 halves the memory and stands outside the exactness promise."""
+    """Of weights, adapters and KV cache; the native library computes in float32 between them. float32: greedy output
+    is exact. bfloat16: half the memory, outside the exactness promise. "auto" is bfloat16 on a processor with units
+    for it (AVX-512 BF16), whose linears take activations in bfloat16, too, and float32 on others."""
 
     quantization: Literal["int8", "int4", "gguf"] | None = None
     """Weights of linears and tables in fewer bits, and activations in 8 where they meet them: less memory and faster,

@@ -45,6 +45,7 @@ def _describe(info: ModelInfo) -> dict[str, str]:
         "KV cache": f"{info.kv_bytes_per_token / 1024:.1f} KiB a token",
         "adapters may change": ", ".join(info.adapter_targets),
         "runs in": f"{info.dtype} on {info.device}, backend {info.backend}",
+        "because": info.why,
         "digest": info.digest,
     }
 

@@ -11,6 +11,7 @@ caches, attention plans).
 from __future__ import annotations
 
 import logging
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -82,6 +83,9 @@ class Ops(ABC):
 
     name: str
     """What `EngineStats.backend` shows."""
+
+    why = "it was asked for"
+    """What `ModelInfo.why` shows: the reasons of `select_ops`."""
 
     device: torch.device
 
@@ -312,18 +316,18 @@ class Ops(ABC):
 def select_ops(
     device: str, dtype: str, threads: int | None = None, quantization: Quantization | None = None
 ) -> Ops:
-    """The best backend for a device and dtype ("auto" or a name, as in `EngineConfig`).
+    """The best backend for a device and dtype ("auto" or a name, as in `EngineConfig`), with its reasons in `why`.
 
     threads: of the native CPU backend; None: as many as torch uses. Without the native library it is the reference
     backend, and a warning says why; quantization is then a `ModelError`.
     """
-    from motet.kernels.cpu.library import NoNativeLibrary, open_library
+    from motet.kernels.cpu.library import ISA_VARIABLE, NoNativeLibrary, auto_dtype, open_library
     from motet.kernels.cpu.ops import CpuOps
     from motet.kernels.reference import ReferenceOps
 
     if device not in ("auto", "cpu"):
         raise ValueError(f"no backend for device {device!r}; there is one for 'cpu'")
-    dtypes = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     try:
         isa, library = open_library()
     except NoNativeLibrary as why:
@@ -333,5 +337,15 @@ def select_ops(
                 "install motet where there is a compiler, or leave quantization None"
             ) from why
         logger.warning("%s: it computes with torch instead, several times slower", why)
-        return ReferenceOps(torch.device("cpu"), dtypes[dtype])
-    return CpuOps(isa, library, dtypes[dtype], threads or torch.get_num_threads(), quantization)
+        ops: Ops = ReferenceOps(torch.device("cpu"), dtypes.get(dtype, torch.float32))
+        ops.why = str(why)
+        return ops
+    reasons = [
+        "MOTET_CPU_ISA names it" if os.environ.get(ISA_VARIABLE) else "the best build for this processor"
+    ]
+    if dtype == "auto":
+        dtype, reason = auto_dtype(isa)
+        reasons.append(f"dtype auto is {dtype}: {reason}")
+    ops = CpuOps(isa, library, dtypes[dtype], threads or torch.get_num_threads(), quantization)
+    ops.why = "; ".join(reasons)
+    return ops

@@ -31,6 +31,8 @@ class ModelInfo:
     device: str
     backend: str
     """Which kernels compute: "reference", or "cpu" with its build and the quantization, as `cpu (avx2, int8)`."""
+    why: str
+    """Why this backend, and this dtype if it was left to motet."""
     digest: str
     """Names this very model: a hash of its config and weights, in hexadecimal."""
 
@@ -52,5 +54,6 @@ def describe(loaded: LoadedModel, ops: Ops, max_model_len: int) -> ModelInfo:
         dtype=str(ops.dtype).removeprefix("torch."),
         device=str(ops.device),
         backend=ops.name,
+        why=ops.why,
         digest=loaded.digest.hex(),
     )

@@ -33,6 +33,17 @@ float multiply_add(int64_t part, int64_t steps) {
   return sum(total);
 }
 
+float pair_products(int64_t part, int64_t steps) {
+  vf sums[kChains];
+  for (int i = 0; i < kChains; i++) sums[i] = splat((float)(part + i));
+  const vu zeros = (vu)splat_i((int32_t)(part >> 40));  // unknown to the compiler
+  for (int64_t step = 0; step < steps; step++)
+    for (vf& each : sums) each = dot2(each, bits(each), zeros);
+  vf total = {};
+  for (const vf& each : sums) total += each;
+  return sum(total);
+}
+
 int32_t dot_products(int64_t part, int64_t steps) {
   vi sums[kChains];
   for (int i = 0; i < kChains; i++) sums[i] = splat_i((int32_t)part + i);
@@ -59,6 +70,12 @@ MOTET_API void motet_ceiling_read(Threads* threads, const float* x, int64_t coun
 MOTET_API void motet_ceiling_f32(Threads* threads, int64_t parts, int64_t steps, float* sums, int64_t* operations) {
   threads->run(parts, [&](int64_t part) { sums[part] = multiply_add(part, steps); });
   *operations = parts * steps * kChains * kLanes * 2;
+}
+
+// The same of pairs of bf16, two products added to each lane's float at once.
+MOTET_API void motet_ceiling_bf16(Threads* threads, int64_t parts, int64_t steps, float* sums, int64_t* operations) {
+  threads->run(parts, [&](int64_t part) { sums[part] = pair_products(part, steps); });
+  *operations = parts * steps * kChains * kLanes * 2 * 2;
 }
 
 // The same of bytes, four products added to each lane's int32 at once.

@@ -15,7 +15,15 @@ from weakref import finalize
 
 ISA_VARIABLE = "MOTET_CPU_ISA"
 
-ISAS: Mapping[str, int] = MappingProxyType({"avx512_vnni": 4, "avx512": 2, "avx2": 1, "portable": 0})
+NATIVE_BF16 = "avx512_bf16"
+"""The build for processors that multiply pairs of bf16; its linears round activations to bf16 where weights are."""
+
+BF16_UNITS = 8
+"""The bit of `motet_cpu_features` for such a processor."""
+
+ISAS: Mapping[str, int] = MappingProxyType(
+    {NATIVE_BF16: BF16_UNITS | 4, "avx512_vnni": 4, "avx512": 2, "avx2": 1, "portable": 0}
+)
 """The builds, best first, and the bits of `motet_cpu_features` that each needs."""
 
 _KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
@@ -24,9 +32,11 @@ _OPS: Mapping[str, str] = MappingProxyType(
     {
         "ceiling_read": "pip",
         "ceiling_f32": "iipp",
+        "ceiling_bf16": "iipp",
         "ceiling_int8": "iipp",
         "linear_f32": "piiippp",
         "linear_bf16": "piiippp",
+        "linear_bf16_pairs": "piiipppp",
         "pack_f32": "piip",
         "pack_bf16": "piip",
         "unpack_f32": "piip",
@@ -87,8 +97,22 @@ def usable_isas() -> list[str]:
     """The builds that are there and that this processor runs, best first."""
     if not _file("portable").exists():
         return []
-    features = ctypes.CDLL(str(_file("portable"))).motet_cpu_features()
+    features = cpu_features()
     return [isa for isa, needed in ISAS.items() if features & needed == needed and _file(isa).exists()]
+
+
+def cpu_features() -> int:
+    """What this processor and its operating system can run: see `features.cpp`. Needs the portable build."""
+    return int(ctypes.CDLL(str(_file("portable"))).motet_cpu_features())
+
+
+def auto_dtype(isa: str) -> tuple[str, str]:
+    """What `EngineConfig.dtype` "auto" is on this build, and why."""
+    if isa == NATIVE_BF16:
+        return "bfloat16", "the processor has units for it"
+    if cpu_features() & BF16_UNITS:
+        return "float32", f"the build {isa} leaves the processor's bfloat16 units unused"
+    return "float32", "the processor has no bfloat16 units"
 
 
 def open_library(isa: str | None = None) -> tuple[str, ctypes.CDLL]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from motet.kernels import philox
 from motet.kernels.cpu.attention import PagedAttentionPlan, PagedKV
-from motet.kernels.cpu.library import Threads
+from motet.kernels.cpu.library import NATIVE_BF16, Threads
 from motet.kernels.cpu.lora import CpuLoRA
 from motet.kernels.cpu.memory import HugePages
 from motet.kernels.cpu.recording import Argument, NotRecordable, Program, Recording, Watch
@@ -36,6 +36,7 @@ class CpuOps(Ops):
         self.name = f"cpu ({isa}{'' if quantization is None else ', ' + quantization})"
         self._quantization = quantization
         self.keeps_blocks = quantization == "gguf"
+        self._rounds_to_bf16 = isa == NATIVE_BF16
         self.activations = torch.float32
         self._library = library
         self._threads = Threads(library, threads)
@@ -121,6 +122,8 @@ class CpuOps(Ops):
         if weight.group:
             quantised = (weight.group, *weight.memory, bias, weight.scratch(len(x)))
             self._run(f"linear_{weight.format}", x, *sizes, *quantised, y)
+        elif weight.format == "bf16" and self._rounds_to_bf16:
+            self._run("linear_bf16_pairs", x, *sizes, *weight.memory, bias, weight.scratch(len(x)), y)
         else:
             self._run(f"linear_{weight.format}", x, *sizes, *weight.memory, bias, y)
         return y

@@ -228,6 +228,37 @@ MOTET_INLINE vu load_pairs(const bf16* p) {
   return x;
 }
 
+// kLanes floats, rounded to the nearest bf16, halves to even; NaN stays NaN.
+MOTET_INLINE void store(bf16* p, vf x) {
+  const vu rounded = (bits(x) + 0x7fffu + (bits(x) >> 16 & 1)) >> 16;
+  const vu number = bits(select(x == x, from_bits(rounded), from_bits(bits(x) >> 16 | 0x40)));
+  const vh narrow = __builtin_convertvector(number, vh);
+  std::memcpy(p, &narrow, sizeof narrow);
+}
+
+#if !defined(__AVX512BF16__)
+// 0 for what is too small to be a normal number.
+MOTET_INLINE vf flush(vf x) {
+  const vi normal = (vi)(bits(x) & 0x7f800000u) != 0;
+  return from_bits(bits(x) & ((vu)normal | 0x80000000u));
+}
+#endif
+
+// sums + each lane of `a` as two bf16 times that of `b`: VDPBF16PS, or what Intel's manual says that it computes, which
+// is two multiply-adds, the odd pair's first, each rounded to nearest, halves to even, with 0 in place of subnormal
+// numbers on their way in and out. (A product of two bf16 has no more digits than a float, so nothing but one beyond a
+// float's range shows whether `fma` rounds it.)
+MOTET_INLINE vf dot2(vf sums, vu a, vu b) {
+#if defined(__AVX512BF16__)
+  // Not the intrinsic: as in `dot4`.
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
+  return sums;
+#else
+  sums = flush(fma(flush(odd(a)), flush(odd(b)), flush(sums)));
+  return flush(fma(flush(even(a)), flush(even(b)), sums));
+#endif
+}
+
 // Bytes, four a lane.
 MOTET_INLINE vu load_quads(const uint8_t* p) {
   vu x;

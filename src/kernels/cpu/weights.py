@@ -12,6 +12,9 @@ from motet.kernels.ops import BLOCK, Blocks
 PANEL = 32
 """Columns (of the linear's output) that lie together, as in `panels.h`."""
 
+PAIR = 2
+"""Of bf16 along K that lie together."""
+
 QUAD = 4
 """Bytes along K that are multiplied at once, as in `quantise.h`."""
 
@@ -45,7 +48,7 @@ class PackedWeight:
     @classmethod
     def empty(cls, columns: int, inner: int, dtype: torch.dtype) -> PackedWeight:
         """In the format of floats of this dtype."""
-        depth = inner + inner % 2 if dtype == torch.bfloat16 else inner
+        depth = _whole(inner, PAIR) if dtype == torch.bfloat16 else inner
         data = torch.empty(_whole(columns, PANEL) * depth, dtype=dtype)
         return cls(FORMATS[dtype], data, columns, inner)
 
@@ -78,7 +81,9 @@ class PackedWeight:
         return (self.group,) if self.format in ("int8_grouped", "int4") else ()
 
     def scratch(self, rows: int) -> Tensor:
-        """Memory for the activations of so many rows, quantised: see `QuantisedRows` in `quantise.h`."""
+        """Memory for the activations of so many rows: as bf16, or quantised (see `QuantisedRows` in `quantise.h`)."""
+        if self.format == "bf16":
+            return torch.empty(rows, _whole(self.inner, PAIR), dtype=torch.bfloat16)
         groups = -(-self.inner // self.group)
         return torch.empty(rows * groups * (2 + self.group // 4))
 

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from motet.kernels.cpu import library
-from motet.kernels.cpu.library import ISA_VARIABLE, ISAS, open_library, usable_isas
+from motet.kernels.cpu.library import (
+    BF16_UNITS,
+    ISA_VARIABLE,
+    ISAS,
+    NATIVE_BF16,
+    cpu_features,
+    open_library,
+    usable_isas,
+)
 from motet.kernels.cpu.ops import CpuOps
 from motet.kernels.ops import SamplingRows, select_ops
 from tests.lora_cases import lora_case
@@ -92,6 +100,41 @@ def test_a_build_that_cannot_be_used_is_refused_by_name(monkeypatch: pytest.Monk
 def test_a_processor_without_the_features_is_given_what_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "ISAS", {"newer": 1 << 20, "portable": 0})
     assert usable_isas() == ["portable"]
+
+
+@pytest.mark.parametrize(
+    ("features", "built", "isa", "dtype", "why"),
+    [
+        (15, True, "avx512_bf16", torch.bfloat16, "has units for it"),
+        (7, True, "avx512_vnni", torch.float32, "has no bfloat16 units"),
+        (15, False, "avx512_vnni", torch.float32, "leaves the processor's bfloat16 units unused"),
+        (8, True, "portable", torch.float32, "leaves"),
+    ],
+)
+@needs_library
+def test_auto_is_bfloat16_where_the_processor_multiplies_it(
+    monkeypatch: pytest.MonkeyPatch, features: int, built: bool, isa: str, dtype: torch.dtype, why: str
+) -> None:
+    missing = Path("not built")
+    monkeypatch.delenv(ISA_VARIABLE, raising=False)
+    monkeypatch.setattr(library, "cpu_features", lambda: features)
+    # Nothing is computed, so that any build can stand for any other.
+    portable = library._file("portable")
+    monkeypatch.setattr(library, "_file", lambda name: portable if built or name != NATIVE_BF16 else missing)
+    ops = select_ops("cpu", "auto")
+    assert (ops.name, ops.dtype) == (f"cpu ({isa})", dtype)
+    assert why in ops.why
+    assert select_ops("cpu", "float32").dtype == torch.float32
+    monkeypatch.setenv(ISA_VARIABLE, "portable")
+    assert select_ops("cpu", "auto").dtype == torch.float32
+
+
+@needs_library
+def test_the_processor_is_asked_for_bf16_as_the_system_reports_it() -> None:
+    flags = Path("/proc/cpuinfo")
+    if not flags.exists():
+        pytest.skip("no /proc/cpuinfo")
+    assert bool(cpu_features() & BF16_UNITS) == ("avx512_bf16" in flags.read_text().split())
 
 
 def test_without_a_library_the_reference_computes_and_one_warning_says_so(
