@@ -74,14 +74,17 @@ def test_activations_are_rounded_to_nearest_halves_to_even(isa: str, inner: int)
     assert torch.equal(y, x.to(bf16).float())
 
 
-def test_what_is_not_finite_stays_so(isa: str) -> None:
+@pytest.mark.parametrize("inner", [1, 32])
+def test_what_is_not_finite_stays_so(isa: str, inner: int) -> None:
     ops = bf16_ops(isa)
-    largest, infinity = torch.finfo(torch.float32).max, float("inf")
-    x = torch.tensor([infinity, -infinity, largest, float("nan")])[:, None]
-    y = ops.linear(x, ops.pack_linear(torch.ones(1, 1, dtype=bf16)))
-    torch.testing.assert_close(
-        y[:, 0], torch.tensor([infinity, -infinity, infinity, float("nan")]), equal_nan=True
-    )
+    infinity, largest = float("inf"), torch.finfo(torch.float32).max
+    all_ones = torch.tensor([-1, 0x7FFFFFFF], dtype=torch.int32).view(
+        torch.float32
+    )  # NaN that rounding would carry away
+    x = torch.cat([torch.tensor([infinity, -infinity, largest, float("nan")]), all_ones])
+    y = ops.linear(x[:, None].repeat(1, inner), ops.pack_linear(torch.ones(1, inner, dtype=bf16)))[:, 0]
+    assert torch.equal(y[:3], torch.tensor([infinity, -infinity, infinity]))
+    assert y[3:].isnan().all()
 
 
 def test_subnormal_numbers_count_as_nothing(isa: str) -> None:
