@@ -109,7 +109,7 @@ def test_an_adapter_acts_on_a_model_in_blocks_as_in_peft(dora: bool, tmp_path: P
     peer = save_strong(base, tmp_path / "adapter", target_modules=rf"(.*\.)?({names})", r=4, use_dora=dora)
     ops = gguf_ops()
     model = load_model(path, ops).model
-    arena = AdapterArena(model.lora_sites, 4 << 20, ops.dtype, ops.device)
+    arena = AdapterArena(model.lora_sites, ops.new_adapter_memory(1 << 20))
     slot = arena.place(arena.pack(read_adapter(tmp_path / "adapter", model.lora_sites)))
     ids = make_ids(20)
     with torch.inference_mode():
