@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from motet.kernels.cpu.memory import HugePages
 from motet.kernels.cpu.weights import FORMATS
 
 TILE = 16
@@ -25,10 +27,17 @@ class PagedKV:
 
     @classmethod
     def empty(
-        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        cls,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        memory: HugePages,
     ) -> PagedKV:
         tiles, width = -(-block_size // TILE), -(-head_dim // TILE) * TILE
-        data = torch.empty(num_blocks, num_kv_heads, tiles, 2 * TILE * width, dtype=dtype)
+        shape = (num_blocks, num_kv_heads, tiles, 2 * TILE * width)
+        data = memory.empty(math.prod(shape), dtype).view(shape)
         return cls(FORMATS[dtype], data, num_kv_heads, head_dim, block_size)
 
     @property

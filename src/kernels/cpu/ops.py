@@ -83,13 +83,13 @@ class CpuOps(Ops):
         weight = weight.contiguous()
         suffix = FORMATS[weight.dtype]
         if quantization == "int8":
-            packed = PackedWeight.empty_int8(columns, inner, INT8_GROUP)
+            packed = PackedWeight.empty_int8(columns, inner, INT8_GROUP, self._memory)
             self._run(f"pack_int8_{suffix}", weight, columns, inner, packed.data, packed.scales)
         elif quantization == "int4":
-            packed = PackedWeight.empty_int4(columns, inner, INT4_GROUP)
+            packed = PackedWeight.empty_int4(columns, inner, INT4_GROUP, self._memory)
             self._run(f"pack_int4_{suffix}", weight, columns, inner, packed.group, packed.data)
         else:
-            packed = PackedWeight.empty(columns, inner, weight.dtype)
+            packed = PackedWeight.empty(columns, inner, weight.dtype, self._memory)
             self._run(f"pack_{suffix}", weight, columns, inner, packed.data)
         return packed
 
@@ -97,9 +97,9 @@ class CpuOps(Ops):
         kinds = {part.kind for part in parts}
         columns, inner = sum(len(part.rows) for part in parts), parts[0].inner
         if kinds == {"Q8_0"}:
-            packed = PackedWeight.empty_int8_grouped(columns, inner, BLOCK)
+            packed = PackedWeight.empty_int8_grouped(columns, inner, BLOCK, self._memory)
         elif kinds <= {"Q4_0", "Q4_1"} and all(map(fits_int4, parts)):
-            packed = PackedWeight.empty_int4(columns, inner, BLOCK)
+            packed = PackedWeight.empty_int4(columns, inner, BLOCK, self._memory)
         else:
             return None
         first = 0
@@ -181,7 +181,7 @@ class CpuOps(Ops):
         return y
 
     def new_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> PagedKV:
-        return PagedKV.empty(num_blocks, block_size, num_kv_heads, head_dim, self.dtype)
+        return PagedKV.empty(num_blocks, block_size, num_kv_heads, head_dim, self.dtype, self._memory)
 
     def copy_kv_blocks(self, kv: PagedKV, sources: Tensor, destinations: Tensor, block_size: int) -> None:
         ids = sources.contiguous(), destinations.contiguous()

@@ -47,7 +47,7 @@ class Threads {
   static constexpr int64_t kMostParts = (1 << 20) - 1;
 
   void share(int64_t parts, Job job);
-  bool work_one();
+  bool work_some();
   void serve();
 
   std::vector<std::thread> workers_;

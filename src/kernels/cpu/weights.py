@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from motet.kernels.cpu.memory import HugePages
 from motet.kernels.ops import BLOCK, Blocks
 
 PANEL = 32
@@ -46,29 +47,29 @@ class PackedWeight:
     """Of K, with a scale of their own: activations that meet quantised weights, weights in int8_grouped and int4."""
 
     @classmethod
-    def empty(cls, columns: int, inner: int, dtype: torch.dtype) -> PackedWeight:
+    def empty(cls, columns: int, inner: int, dtype: torch.dtype, memory: HugePages) -> PackedWeight:
         """In the format of floats of this dtype."""
         depth = _whole(inner, PAIR) if dtype == torch.bfloat16 else inner
-        data = torch.empty(_whole(columns, PANEL) * depth, dtype=dtype)
+        data = memory.empty(_whole(columns, PANEL) * depth, dtype)
         return cls(FORMATS[dtype], data, columns, inner)
 
     @classmethod
-    def empty_int8(cls, columns: int, inner: int, group: int) -> PackedWeight:
+    def empty_int8(cls, columns: int, inner: int, group: int, memory: HugePages) -> PackedWeight:
         padded = _whole(columns, PANEL)
-        data = torch.empty(padded * _whole(inner, QUAD), dtype=torch.uint8)
-        return cls("int8", data, columns, inner, torch.empty(padded), group)
+        data = memory.empty(padded * _whole(inner, QUAD), torch.uint8)
+        return cls("int8", data, columns, inner, memory.empty(padded, torch.float32), group)
 
     @classmethod
-    def empty_int8_grouped(cls, columns: int, inner: int, group: int) -> PackedWeight:
+    def empty_int8_grouped(cls, columns: int, inner: int, group: int, memory: HugePages) -> PackedWeight:
         padded = _whole(columns, PANEL)
-        data = torch.empty(padded * _whole(inner, QUAD), dtype=torch.uint8)
-        scales = torch.empty(padded * -(-inner // group), dtype=torch.float16)
+        data = memory.empty(padded * _whole(inner, QUAD), torch.uint8)
+        scales = memory.empty(padded * -(-inner // group), torch.float16)
         return cls("int8_grouped", data, columns, inner, scales, group)
 
     @classmethod
-    def empty_int4(cls, columns: int, inner: int, group: int) -> PackedWeight:
+    def empty_int4(cls, columns: int, inner: int, group: int, memory: HugePages) -> PackedWeight:
         bytes_per_column = 4 + group // 2
-        data = torch.empty(_whole(columns, PANEL) * -(-inner // group) * bytes_per_column, dtype=torch.uint8)
+        data = memory.empty(_whole(columns, PANEL) * -(-inner // group) * bytes_per_column, torch.uint8)
         return cls("int4", data, columns, inner, group=group)
 
     @property
