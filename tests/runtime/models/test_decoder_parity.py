@@ -11,6 +11,7 @@ from tiny_models import (
     FAMILIES,
     LLAMA3_ROPE,
     OWN_SHAPES,
+    backends,
     float32_ops,
     hf_logits,
     hf_logits_in_chunks,
@@ -21,7 +22,6 @@ from tiny_models import (
     save_folder,
 )
 
-from motet.kernels.reference import ReferenceOps
 from motet.runtime.models.loader import load_model
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 4096}
@@ -123,13 +123,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_logits_equal_those_of_transformers(variant: str, first_position: int, tmp_path: Path) -> None:
     family, changes = VARIANTS[variant]
     hf_model = make_hf_model(family, **changes)
-    ops = float32_ops()
-    model = load_model(save_folder(hf_model, tmp_path), ops).model
+    folder = save_folder(hf_model, tmp_path)
     ids, rows = make_ids(40), range(40)
     expected = hf_logits(hf_model, ids, rows, first_position)
-    for chunk in (40, 7):
-        actual = motet_logits(model, ops, ids, rows, first_position=first_position, chunk=chunk)
-        assert relative_error(actual, expected) <= 1e-4
+    for ops in backends():
+        model = load_model(folder, ops).model
+        for chunk in (40, 7):
+            actual = motet_logits(model, ops, ids, rows, first_position=first_position, chunk=chunk)
+            assert relative_error(actual, expected) <= 1e-4, ops.name
 
 
 @pytest.mark.parametrize(
@@ -152,12 +153,13 @@ def test_logits_equal_those_of_transformers_behind_a_context_of_8000_and_20000_t
     if "sliding_window" in OWN_SHAPES.get(family, {}):
         small["sliding_window"] = 600
     hf_model = make_hf_model(family, **small, **changes)
-    ops = float32_ops()
-    model = load_model(save_folder(hf_model, tmp_path), ops).model
+    folder = save_folder(hf_model, tmp_path)
     rows = [*range(8_000, 8_008), *range(20_000, 20_008)]
     ids = make_ids(20_008)
     expected = (hf_logits_in_chunks if "sliding_window" in small else hf_logits)(hf_model, ids, rows)
-    assert relative_error(motet_logits(model, ops, ids, rows, chunk=2048), expected) <= 1e-4
+    for ops in backends():
+        logits = motet_logits(load_model(folder, ops).model, ops, ids, rows, chunk=2048)
+        assert relative_error(logits, expected) <= 1e-4, ops.name
 
 
 @pytest.mark.parametrize("first_position", [0, 8_000, 20_000])
@@ -166,16 +168,16 @@ def test_longrope_beyond_its_original_context_equals_transformers_where_it_was_a
 ) -> None:
     scaling = {key: value for key, value in LONGROPE.items() if key != "factor"}
     hf_model = make_hf_model("phi3", rope_parameters=scaling, original_max_position_embeddings=30)
-    ops = float32_ops()
     folder = save_folder(hf_model, tmp_path)
-    assert load_model(folder, ops).model.max_model_len == 30
-    model = load_model(folder, ops, max_model_len=32_768).model
-    assert model.max_model_len == 32_768
     ids, rows = make_ids(40), range(40)
     expected = hf_logits(hf_model, ids, rows, first_position)
-    for chunk in (40, 7):
-        actual = motet_logits(model, ops, ids, rows, first_position=first_position, chunk=chunk)
-        assert relative_error(actual, expected) <= 1e-4
+    for ops in backends():
+        assert load_model(folder, ops).model.max_model_len == 30
+        model = load_model(folder, ops, max_model_len=32_768).model
+        assert model.max_model_len == 32_768
+        for chunk in (40, 7):
+            actual = motet_logits(model, ops, ids, rows, first_position=first_position, chunk=chunk)
+            assert relative_error(actual, expected) <= 1e-4, ops.name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -185,14 +187,13 @@ def test_in_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(
     hf_model = make_hf_model(family)
     folder = save_folder(hf_model, tmp_path)
     in_bfloat16 = type(hf_model).from_pretrained(folder, dtype=torch.bfloat16)
-    ops = ReferenceOps(torch.device("cpu"), torch.bfloat16)
-    model = load_model(folder, ops).model
     ids, rows = make_ids(40), range(40)
     exact = hf_logits(hf_model, ids, rows)
     theirs = relative_error(hf_logits(in_bfloat16, ids, rows), exact)
-    logits = motet_logits(model, ops, ids, rows)
-    assert logits.dtype == torch.float32
-    assert 0 < relative_error(logits, exact) <= 1.5 * theirs
+    for ops in backends(torch.bfloat16):
+        logits = motet_logits(load_model(folder, ops).model, ops, ids, rows)
+        assert logits.dtype == torch.float32
+        assert 0 < relative_error(logits, exact) <= 1.5 * theirs, ops.name
 
 
 def test_only_the_rows_asked_for_get_logits(tmp_path: Path) -> None:
@@ -269,14 +270,15 @@ class _SiteRecorder:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_act_on_every_site_once_before_what_follows_the_linear(family: str, tmp_path: Path) -> None:
     hf_model = make_hf_model(family)
-    ops = float32_ops()
-    model = load_model(save_folder(hf_model, tmp_path), ops).model
-    recorder = _SiteRecorder()
-    ids, rows = make_ids(12), range(12)
-    logits = motet_logits(model, ops, ids, rows, lora=recorder)
-    assert recorder.seen == [8, *range(8), 9]
+    folder, ids, rows = save_folder(hf_model, tmp_path), make_ids(12), range(12)
+    logits = {}
+    for ops in backends():
+        recorder = _SiteRecorder()
+        logits[ops.name] = motet_logits(load_model(folder, ops).model, ops, ids, rows, lora=recorder)
+        assert recorder.seen == [8, *range(8), 9]
     with torch.no_grad():  # the same doubling, done to transformers' weights
         for name, parameter in hf_model.named_parameters():
             if "_proj" in name or name in ("model.embed_tokens.weight", "lm_head.weight"):
                 parameter *= 2
-    assert relative_error(logits, hf_logits(hf_model, ids, rows)) <= 1e-4
+    expected = hf_logits(hf_model, ids, rows)
+    assert {name: error for name in logits if (error := relative_error(logits[name], expected)) > 1e-4} == {}

@@ -12,6 +12,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from motet.kernels.cpu.library import open_library, usable_isas
+from motet.kernels.cpu.ops import CpuOps
 from motet.kernels.ops import Ops
 from motet.kernels.reference import ReferenceOps
 from motet.lora.batch import LoRABatch
@@ -86,6 +88,12 @@ def save_folder(hf_model: Any, folder: Path, **options: Any) -> Path:
 
 def float32_ops() -> ReferenceOps:
     return ReferenceOps(torch.device("cpu"), torch.float32)
+
+
+def backends(dtype: torch.dtype = torch.float32) -> list[Ops]:
+    """The reference, and the native library where there is one: each has to compute what transformers does."""
+    native = [CpuOps(*open_library(), dtype, 2)] if usable_isas() else []
+    return [ReferenceOps(torch.device("cpu"), dtype), *native]
 
 
 def make_ids(count: int, vocab_size: int = 96, seed: int = 1) -> Tensor:
