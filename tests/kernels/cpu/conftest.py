@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from motet.kernels.cpu.library import open_library, usable_isas
 from motet.kernels.cpu.ops import CpuOps
@@ -21,6 +24,15 @@ BUILDS: list[Any] = list(usable_isas()) or [
 
 FLOAT_BUILDS = [isa for isa in BUILDS if isa != "avx512" or "avx512_vnni" not in BUILDS]
 """Where no bytes are multiplied, the two builds for AVX-512 are the same machine code: see `test_library.py`."""
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """What torch.empty gives is full of NaN and of the largest integers."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(params=FLOAT_BUILDS)
@@ -39,3 +51,8 @@ def make_ops(isa: str) -> MakeOps:
         return CpuOps(*open_library(isa), dtype, threads, quantization)
 
     return make
+
+
+def untouched(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Zeros that take address space alone: the system gives memory to what is written."""
+    return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from motet.kernels.cpu.ops import CpuOps
 from motet.kernels.reference import ReferenceOps
-from tests.kernels.cpu.conftest import MakeOps
+from tests.kernels.cpu.conftest import MakeOps, untouched
 from tests.lora_cases import LoRACase, Segments, check_lora, lora_case
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -129,7 +129,7 @@ def test_a_site_where_no_adapter_of_the_step_acts_is_not_looked_at(ops: CpuOps) 
 def test_weights_may_lie_further_than_32_bits_reach(make_ops: MakeOps) -> None:
     ops = make_ops(torch.bfloat16)
     case = lora_case([[5]], 20, [30], torch.bfloat16, extras=True)
-    arena = torch.empty((1 << 31) + 10_000, dtype=torch.bfloat16)  # only the pages that are written exist
+    arena = untouched((1 << 31) + 10_000, dtype=torch.bfloat16)
     far = (1 << 31) + 77
     arena[far : far + len(case.arena)] = case.arena
     entry = case.table[0, case.slices.first]

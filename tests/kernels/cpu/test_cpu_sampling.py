@@ -114,6 +114,7 @@ def test_a_row_is_chosen_alike_alone_in_any_batch_on_any_threads(make_ops: MakeO
     for n in (0, 1, 2, 17, 64):
         for ops in (one, two):
             chosen = ops.sample(logits[:n], SamplingRows(*(x[:n] for x in rows)))
+            assert torch.equal(ops.greedy(logits[:n])[0], logits[:n].argmax(-1))
             assert chosen.tolist() == torch.cat([*alone[:n], torch.empty(0)]).tolist()
             for i, together in enumerate(ops.logprobs(logits[:n], chosen, 5)):
                 assert torch.equal(together, torch.cat([x[i] for x in own])[:n])

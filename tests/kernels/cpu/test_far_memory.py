@@ -1,4 +1,4 @@
-"""What lies further than 32 bits reach is found: address space alone, as the system gives memory to what is written."""
+"""What lies further than 32 bits reach is found."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from motet.kernels.cpu.attention import PagedKV
 from motet.kernels.cpu.weights import PackedWeight
 from motet.kernels.ops import Quantization
-from tests.kernels.cpu.conftest import MakeOps
+from tests.kernels.cpu.conftest import BUILDS, MakeOps, untouched
 
 FAR = 1 << 31
 """Elements: an int32 ends before."""
@@ -25,7 +25,7 @@ def behind(inner: int, small: PackedWeight) -> PackedWeight:
     """A weight of zeros whose last panel is that of `small` [32, inner]."""
     size = small.data.numel()
     panels = -(-FAR // size) + 2
-    data = torch.zeros(panels * size, dtype=small.data.dtype)
+    data = untouched(panels * size, dtype=small.data.dtype)
     data[-size:] = small.data
     scales = small.scales
     if scales is not None:
@@ -43,8 +43,10 @@ def test_rows_of_a_table(make_ops: MakeOps, dtype: torch.dtype, quantization: Qu
     assert torch.equal(ops.embedding(ids + far.columns - 32, far), ops.embedding(ids, small))
 
 
+@pytest.mark.parametrize("isa", BUILDS[:1], indirect=True)
 @pytest.mark.parametrize(("dtype", "quantization"), FORMATS[1:])
 def test_panels_of_a_weight(make_ops: MakeOps, dtype: torch.dtype, quantization: Quantization | None) -> None:
+    """All of them are read, so one build is enough: they differ in their vectors alone."""
     ops = make_ops(dtype, quantization=quantization)
     x = torch.randn(1, 1 << 16)
     small = ops.pack_linear(torch.randn(32, 1 << 16).to(dtype))
@@ -55,7 +57,7 @@ def test_panels_of_a_weight(make_ops: MakeOps, dtype: torch.dtype, quantization:
 def test_blocks_to_copy(make_ops: MakeOps) -> None:
     ops = make_ops(torch.bfloat16)
     blocks = FAR // (2 * 16 * 256) + 3
-    data = torch.zeros(blocks, 1, 1, 2 * 16 * 256, dtype=torch.bfloat16)
+    data = untouched(blocks, 1, 1, 2 * 16 * 256, dtype=torch.bfloat16)
     kv = PagedKV("bf16", data, 1, 256, 16)
     data[-1], data[1] = 3.0, 5.0
     ops.copy_kv_blocks(kv, torch.tensor([blocks - 1, 1]), torch.tensor([0, blocks - 2]), 16)
@@ -64,7 +66,7 @@ def test_blocks_to_copy(make_ops: MakeOps) -> None:
 
 def test_rows_of_activations(make_ops: MakeOps) -> None:
     ops = make_ops()
-    x = torch.zeros(3, FAR // 2 + 64)
+    x = untouched(3, FAR // 2 + 64)
     x[2, -64:], x[2, :64] = torch.randn(64), 7.0
     weight, before = torch.rand(64), x[2, -64:].clone()
     ops.rms_norm_heads(x, x.shape[1] - 64, x.shape[1], weight, 1e-6)
@@ -75,10 +77,10 @@ def test_rows_of_activations(make_ops: MakeOps) -> None:
     assert torch.equal(ops.take_rows(narrow, rows), narrow[rows])
 
 
-def test_rows_of_logits(make_ops: MakeOps, isa: str) -> None:
-    if isa == "portable":
-        pytest.skip("reading so many takes it too long, and only the vectors differ")
-    logits = torch.zeros(FAR // (1 << 20) + 2, 1 << 20)
+@pytest.mark.parametrize("isa", BUILDS[:1], indirect=True)
+def test_rows_of_logits(make_ops: MakeOps) -> None:
+    """All of them are read, so one build is enough: they differ in their vectors alone."""
+    logits = untouched(FAR // (1 << 20) + 2, 1 << 20)
     logits[-1, 77], logits[-2, 0] = 1.0, float("nan")
     ids, finite = make_ops().greedy(logits)
     assert (int(ids[-1]), int(ids[0])) == (77, 0)
