@@ -125,6 +125,13 @@ class Ops(ABC):
         """
         return None
 
+    def expand_blocks(self, blocks: Blocks, out: Tensor) -> bool:
+        """Writes the weights' values to out [N, K] D, contiguous, rounded to D. Many threads may do so side by side.
+
+        False: nothing was written, since this backend is no faster than whoever read the blocks.
+        """
+        return False
+
     @abstractmethod
     def unpack_linear(self, weight: LinearWeight) -> Tensor:
         """The [N, K] D that was packed, as far as its format kept it; it may share the memory."""

@@ -7,12 +7,14 @@ import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-import regex
+from typing import TYPE_CHECKING
 
 from motet.errors import AdapterLoadError, UnsupportedAdapter
 from motet.lora.peft_config import MAX_RANK, PeftConfig
 from motet.lora.refusals import listed
+
+if TYPE_CHECKING:
+    import regex
 
 _ALL_LINEAR = "all-linear"
 TIME_LIMIT = 5.0
@@ -135,6 +137,8 @@ class _Expressions:
     def _match(
         self, field: str, expression: str, around: str, path: str, *, whole: bool = False
     ) -> regex.Match[str] | None:
+        import regex  # an engine starts without it
+
         try:
             if around not in self._compiled:
                 self._check_size(field, expression)

@@ -2,7 +2,7 @@
 //
 // A row is blocks of 32 k: Q4_0 is w = scale · (code − 8), Q4_1 is w = scale · code + minimum, Q8_0 is w = scale · code.
 // The first two become int4 in groups of 32, whose minimum for Q4_0 is −8 · scale; the last one int8 with a scale for
-// each group.
+// each group. Or a row becomes floats.
 #include "abi.h"
 #include "layouts.h"
 
@@ -85,6 +85,42 @@ void pack_int8(Threads& threads, const Q8_0* blocks, int64_t columns, int64_t in
   });
 }
 
+// A half, wherever it lies: no lane behind it is read.
+float to_float_from(half x) {
+  const half lanes[kLanes] = {x};
+  return load_half(lanes)[0];
+}
+
+void expand(const Q4_0& block, float* to) {
+  const float scale = to_float_from(block.scale);
+  for (int i = 0; i < kBlock / 2; i++) {
+    to[i] = scale * (float)((block.codes[i] & 15) - 8);
+    to[kBlock / 2 + i] = scale * (float)((block.codes[i] >> 4) - 8);
+  }
+}
+
+void expand(const Q4_1& block, float* to) {
+  const float scale = to_float_from(block.scale), minimum = to_float_from(block.minimum);
+  for (int i = 0; i < kBlock / 2; i++) {
+    to[i] = scale * (float)(block.codes[i] & 15) + minimum;
+    to[kBlock / 2 + i] = scale * (float)(block.codes[i] >> 4) + minimum;
+  }
+}
+
+void expand(const Q8_0& block, float* to) {
+  const float scale = to_float_from(block.scale);
+  for (int i = 0; i < kBlock; i++) to[i] = scale * (float)block.codes[i];
+}
+
+template <class Block, class T>
+void expand(const void* blocks, int64_t count, T* to) {
+  for (int64_t i = 0; i < count; i++, to += kBlock) {
+    float values[kBlock];
+    expand(((const Block*)blocks)[i], values);
+    for (int j = 0; j < kBlock; j++) assign(to[j], values[j]);
+  }
+}
+
 }  // namespace
 }  // namespace motet
 
@@ -104,4 +140,24 @@ MOTET_API void motet_pack_q4_1(Threads* threads, const void* blocks, int64_t col
 MOTET_API void motet_pack_q8_0(Threads* threads, const void* blocks, int64_t columns, int64_t inner, int64_t first,
                                uint8_t* packed, half* scales) {
   pack_int8(*threads, (const Q8_0*)blocks, columns, inner, first, packed, scales);
+}
+
+// Blocks become floats, in their order. On the calling thread alone, so that many may expand tensors side by side.
+MOTET_API void motet_expand_q4_0_f32(Threads*, const void* blocks, int64_t count, float* to) {
+  expand<Q4_0>(blocks, count, to);
+}
+MOTET_API void motet_expand_q4_0_bf16(Threads*, const void* blocks, int64_t count, bf16* to) {
+  expand<Q4_0>(blocks, count, to);
+}
+MOTET_API void motet_expand_q4_1_f32(Threads*, const void* blocks, int64_t count, float* to) {
+  expand<Q4_1>(blocks, count, to);
+}
+MOTET_API void motet_expand_q4_1_bf16(Threads*, const void* blocks, int64_t count, bf16* to) {
+  expand<Q4_1>(blocks, count, to);
+}
+MOTET_API void motet_expand_q8_0_f32(Threads*, const void* blocks, int64_t count, float* to) {
+  expand<Q8_0>(blocks, count, to);
+}
+MOTET_API void motet_expand_q8_0_bf16(Threads*, const void* blocks, int64_t count, bf16* to) {
+  expand<Q8_0>(blocks, count, to);
 }

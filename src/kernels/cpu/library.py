@@ -84,6 +84,12 @@ _OPS: Mapping[str, str] = MappingProxyType(
         "pack_q4_0": "piiip",
         "pack_q4_1": "piiip",
         "pack_q8_0": "piiipp",
+        "expand_q4_0_f32": "pip",
+        "expand_q4_0_bf16": "pip",
+        "expand_q4_1_f32": "pip",
+        "expand_q4_1_bf16": "pip",
+        "expand_q8_0_f32": "pip",
+        "expand_q8_0_bf16": "pip",
     }
 )
 """What each op takes behind the threads, as the C++ sources have it: p an address, i an int64, f a float."""

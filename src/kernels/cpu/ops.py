@@ -109,6 +109,11 @@ class CpuOps(Ops):
             first += len(rows)
         return packed
 
+    def expand_blocks(self, blocks: Blocks, out: Tensor) -> bool:
+        op = f"expand_{blocks.kind.lower()}_{FORMATS[out.dtype]}"
+        self._run(op, blocks.rows.contiguous(), out.numel() // BLOCK, out)
+        return True
+
     def unpack_linear(self, weight: PackedWeight) -> Tensor:
         out = torch.empty(weight.columns, weight.inner, dtype=self.dtype)
         op = f"unpack_{weight.format}" + (f"_{FORMATS[self.dtype]}" if weight.group else "")

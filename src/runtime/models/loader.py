@@ -22,8 +22,6 @@ from motet.runtime.models.generation_defaults import (
     read_eos_token_ids,
     read_generation_defaults,
 )
-from motet.runtime.models.gguf_file import GGUFFile
-from motet.runtime.models.hf_folder import HFFolder
 from motet.runtime.models.hub import download_model, is_hub_id
 from motet.runtime.models.plugins import check_model
 from motet.runtime.models.registry import find_model_class
@@ -62,7 +60,7 @@ def load_model(path: str | os.PathLike[str], ops: Ops, max_model_len: int | None
     place = find_model(path)
     try:
         with collections_paused():  # a vocabulary is 100,000 strings
-            checkpoint: Checkpoint = GGUFFile(place) if place.is_file() else HFFolder(place)
+            checkpoint = _open(place)
         if ops.keeps_blocks:
             _check_has_blocks(checkpoint, ops)
         model = _build_model(checkpoint, ops, max_model_len)
@@ -117,6 +115,17 @@ def find_model(path: str | os.PathLike[str]) -> Path:
             "(owner/name) is expected"
         )
     return place
+
+
+def _open(place: Path) -> Checkpoint:
+    """Imports what its format needs alone: the `gguf` library is much that folders do without."""
+    if place.is_file():
+        from motet.runtime.models.gguf_file import GGUFFile
+
+        return GGUFFile(place)
+    from motet.runtime.models.hf_folder import HFFolder
+
+    return HFFolder(place)
 
 
 def _check_has_blocks(checkpoint: Checkpoint, ops: Ops) -> None:

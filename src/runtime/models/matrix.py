@@ -55,5 +55,5 @@ class _Rows(Weight):
     def take(self, stored: StoredTensor) -> None:
         if self.ops.keeps_blocks and stored.blocks is not None:
             self.kept[self.index] = stored
-        else:
+        elif stored.blocks is None or not self.ops.expand_blocks(stored.blocks(), self.target):
             self.load(stored.read())

@@ -66,6 +66,21 @@ def test_packed_weights_are_exactly_the_files(
 
 
 @KINDS
+@DTYPES
+@pytest.mark.parametrize(("columns", "inner"), [(1, 32), (33, 96), (130, 576)])
+def test_blocks_expand_to_the_values_that_upstream_reads(
+    make_ops: MakeOps, kind: str, columns: int, inner: int, dtype: torch.dtype
+) -> None:
+    blocks = make_blocks(kind, columns, inner)
+    blocks.rows.random_(0, 256)
+    halves(blocks).copy_(torch.randn(halves(blocks).shape) * 10.0 ** torch.randint(-8, 3, (columns, 1, 1)))
+    out = torch.full((columns + 1, inner), torch.nan, dtype=dtype)
+    assert make_ops(dtype).expand_blocks(blocks, out[:columns])
+    assert torch.equal(out[:columns], values(blocks).to(dtype))
+    assert out[columns:].isnan().all()
+
+
+@KINDS
 def test_any_codes_and_scales_are_kept(make_ops: MakeOps, kind: str) -> None:
     """Negative and tiny scales, all codes: what no quantiser need have written."""
     ops, blocks = make_ops(quantization="gguf"), make_blocks(kind, 70, 128)
