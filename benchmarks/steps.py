@@ -35,14 +35,14 @@ def weights(with_head: bool = True) -> int:
     return LAYERS * layer + with_head * head_columns * head_inner
 
 
-def decode_limit(arguments: Namespace, batch: int, ceiling: Ceiling) -> float:
-    """Seconds of one step."""
+def decode_limit(arguments: Namespace, batch: int, context: float, ceiling: Ceiling) -> float:
+    """Seconds of one step of sequences that have `context` tokens on average."""
     read = ceiling.read_bytes_per_s()
     reading = weights() * BITS[arguments.quantization or arguments.dtype] / 8 / read
     kind = ceiling.kind_of_linears(arguments.dtype, arguments.quantization)
     computing = 2 * weights() * batch / ceiling.operations_per_s(kind)
     token_bytes = LAYERS * 2 * KV_HEADS * HEAD_DIM * BITS[arguments.dtype] / 8
-    return max(reading, computing) + batch * (CONTEXT + NEW_TOKENS / 2) * token_bytes / read
+    return max(reading, computing) + batch * context * token_bytes / read
 
 
 def prefill_limit(arguments: Namespace, ceiling: Ceiling) -> float:
@@ -57,14 +57,18 @@ def request(prompt_tokens: int, max_tokens: int) -> Request:
     return Request(0, [random.randrange(17, VOCAB) for _ in range(prompt_tokens)], max_tokens)
 
 
-async def decode_step(engine: AsyncEngine, batch: int) -> float:
-    """Seconds between two tokens of one stream while all of the batch decode."""
-    requests = [request(CONTEXT, NEW_TOKENS) for _ in range(batch)]
+async def decode_step(engine: AsyncEngine, batch: int) -> tuple[float, float]:
+    """Seconds between two tokens of one stream while all of the batch decode, and their mean context halfway."""
+    prefill_steps = batch * (1 + CONTEXT // 128)  # about; the first streams decode through them
+    requests = [request(CONTEXT, prefill_steps + NEW_TOKENS) for _ in range(batch)]
     timings: list[Timing] = await asyncio.gather(*[timed(engine, each) for each in requests])
     begin = max(timing.tokens[0] for timing in timings)
     end = min(timing.tokens[-1] for timing in timings)
     together = [stamp for stamp in timings[0].tokens if begin <= stamp <= end]
-    return statistics.median(b - a for a, b in pairwise(together))
+    halfway = together[len(together) // 2]
+    generated = [sum(stamp <= halfway for stamp in timing.tokens) for timing in timings]
+    seconds = statistics.median(b - a for a, b in pairwise(together))
+    return seconds, CONTEXT + statistics.mean(generated)
 
 
 async def prefill(engine: AsyncEngine) -> float:
@@ -80,8 +84,9 @@ async def run(arguments: Namespace) -> None:
         for batch in arguments.batches:
             limits, seconds = [], []
             for _ in range(arguments.rounds):
-                limits.append(decode_limit(arguments, batch, ceiling))
-                seconds.append(await decode_step(engine, batch))
+                step, context = await decode_step(engine, batch)
+                limits.append(decode_limit(arguments, batch, context, ceiling))
+                seconds.append(step)
             report(arguments.name, f"decode {batch}", **figures(limits, seconds))
         limits, seconds = [], []
         for _ in range(arguments.rounds):

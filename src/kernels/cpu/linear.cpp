@@ -21,8 +21,12 @@ constexpr int kTileRows = 2;
 constexpr int kTileRows = 1;
 #endif
 
-// Of a panel, as many k as stay in the first-level cache while tile after tile of rows meets them.
-constexpr int64_t kDepth = 256;
+// Of a panel, as many k at most as stay in the second-level cache, besides what comes next, while tile after tile of
+// rows meets them.
+constexpr int64_t kDepth = 768;
+
+// After so many k a tile fetches some more of what comes next.
+constexpr int64_t kFetchDepth = 16;
 
 struct Product {
   const float* x;
@@ -32,8 +36,10 @@ struct Product {
 };
 
 template <int R>
-MOTET_INLINE void multiply(Sums<R>& sums, const float* x, int64_t stride, const float* w, int64_t depth) {
+MOTET_INLINE void multiply(Sums<R>& sums, const float* x, int64_t stride, const float* w, int64_t depth,
+                           Ahead& ahead) {
   for (int64_t k = 0; k < depth; k++, w += kPanel) {
+    if (k % kFetchDepth == 0) ahead.fetch();
     vf weights[kVectors];
     for (int v = 0; v < kVectors; v++) weights[v] = load(w + v * kLanes);
     for (int r = 0; r < R; r++) {
@@ -44,14 +50,20 @@ MOTET_INLINE void multiply(Sums<R>& sums, const float* x, int64_t stride, const 
 }
 
 template <int R>
-MOTET_INLINE void multiply(Sums<R>& sums, const float* x, int64_t stride, const bf16* w, int64_t depth) {
+MOTET_INLINE void multiply(Sums<R>& sums, const float* x, int64_t stride, const bf16* w, int64_t depth,
+                           Ahead& ahead) {
   int64_t k = 0;
   for (; k + 1 < depth; k += 2, w += 2 * kPanel) {
-    for (int v = 0; v < kVectors; v++) {
-      const vu pairs = load_pairs(w + 2 * v * kLanes);
-      const vf first = even(pairs), second = odd(pairs);
-      for (int r = 0; r < R; r++) sums.at[r][v] = fma(splat(x[r * stride + k]), first, sums.at[r][v]);
-      for (int r = 0; r < R; r++) sums.at[r][v] = fma(splat(x[r * stride + k + 1]), second, sums.at[r][v]);
+    if (k % kFetchDepth == 0) ahead.fetch();
+    vu pairs[kVectors];
+    for (int v = 0; v < kVectors; v++) pairs[v] = load_pairs(w + 2 * v * kLanes);
+    for (int r = 0; r < R; r++) {
+      const vf xk = splat(x[r * stride + k]);
+      for (int v = 0; v < kVectors; v++) sums.at[r][v] = fma(xk, even(pairs[v]), sums.at[r][v]);
+    }
+    for (int r = 0; r < R; r++) {
+      const vf xk = splat(x[r * stride + k + 1]);
+      for (int v = 0; v < kVectors; v++) sums.at[r][v] = fma(xk, odd(pairs[v]), sums.at[r][v]);
     }
   }
   if (k < depth)
@@ -63,20 +75,20 @@ MOTET_INLINE void multiply(Sums<R>& sums, const float* x, int64_t stride, const 
 
 // Rows [row, row + R) of one panel, over k in [begin, begin + depth).
 template <int R, class W>
-void tile(const Product& p, int64_t row, int64_t panel, const W* w, int64_t begin, int64_t depth) {
+void tile(const Product& p, int64_t row, int64_t panel, const W* w, int64_t begin, int64_t depth, Ahead& ahead) {
   const int64_t column = panel * kPanel;
   const int width = panel_width(p.columns, column);
   float* y = p.y + row * p.columns + column;
   Sums<R> sums;
   sums.load_from(begin == 0 ? nullptr : y, p.columns, width);
-  multiply<R>(sums, p.x + row * p.inner + begin, p.inner, w, depth);
+  multiply<R>(sums, p.x + row * p.inner + begin, p.inner, w, depth, ahead);
   const bool last = begin + depth == p.inner;
   sums.store_to(y, p.columns, width, last && p.bias ? p.bias + column : nullptr);
 }
 
 template <class W>
-void all_rows(const Product& p, int64_t panel, const W* w, int64_t begin, int64_t depth) {
-  for_tiles<kTileRows>(p.rows, [&](int64_t row, auto size) { tile<size>(p, row, panel, w, begin, depth); });
+void all_rows(const Product& p, Rows rows, int64_t panel, const W* w, int64_t begin, int64_t depth, Ahead& ahead) {
+  for_tiles<kTileRows>(rows, [&](int64_t row, auto size) { tile<size>(p, row, panel, w, begin, depth, ahead); });
 }
 
 // k by k as float32, so that unpacking costs once what many tiles then read.
@@ -89,41 +101,54 @@ void unpack_block(const bf16* w, int64_t depth, float* block) {
     }
 }
 
-void panel_product(const Product& p, int64_t panel, const float* w) {
-  w += panel * p.inner * kPanel;
-  const int64_t step = p.rows > kTileRows ? kDepth : p.inner;
+// Of K, as many as a panel holds.
+int64_t depth_of(const float*, int64_t inner) { return inner; }
+int64_t depth_of(const bf16*, int64_t inner) { return (inner + 1) / 2 * 2; }
+
+// Of a tile; a few more where K is met in parts.
+int64_t num_fetches(int64_t inner) { return inner / kFetchDepth + 1; }
+
+void panel_product(const Product& p, Rows rows, int64_t panel, const float* w, const float* next) {
+  const int64_t size = p.inner * kPanel, tiles = num_tiles<kTileRows>(rows.count);
+  Ahead ahead(next, size * sizeof *w, tiles * num_fetches(p.inner));
+  const int64_t step = tiles > 1 ? equal_part(p.inner, kDepth) : p.inner;
   for (int64_t k = 0; k < p.inner; k += step)
-    all_rows(p, panel, w + k * kPanel, k, p.inner - k < step ? p.inner - k : step);
+    all_rows(p, rows, panel, w + k * kPanel, k, p.inner - k < step ? p.inner - k : step, ahead);
 }
 
-void panel_product(const Product& p, int64_t panel, const bf16* w) {
-  w += panel * ((p.inner + 1) / 2) * 2 * kPanel;
-  if (p.rows <= kTileRows) return all_rows(p, panel, w, 0, p.inner);
+void panel_product(const Product& p, Rows rows, int64_t panel, const bf16* w, const bf16* next) {
+  const int64_t size = depth_of(w, p.inner) * kPanel, tiles = num_tiles<kTileRows>(rows.count);
+  Ahead ahead(next, size * sizeof *w, tiles * num_fetches(p.inner));
+  if (tiles == 1) return all_rows(p, rows, panel, w, 0, p.inner, ahead);
   alignas(64) float block[kDepth * kPanel];
-  for (int64_t k = 0; k < p.inner; k += kDepth) {
-    const int64_t depth = p.inner - k < kDepth ? p.inner - k : kDepth;
+  const int64_t step = 2 * equal_part(depth_of(w, p.inner) / 2, kDepth / 2);
+  for (int64_t k = 0; k < p.inner; k += step) {
+    const int64_t depth = p.inner - k < step ? p.inner - k : step;
     unpack_block(w + k * kPanel, depth, block);
-    all_rows(p, panel, block, k, depth);
+    all_rows(p, rows, panel, block, k, depth, ahead);
   }
 }
 
 template <class W>
 void linear(Threads& threads, const Product& p, const W* w) {
   if (p.rows == 0) return;
-  threads.run(num_panels(p.columns), [&](int64_t panel) { panel_product(p, panel, w); });
+  const int64_t size = depth_of(w, p.inner) * kPanel;
+  for_panels(threads, p.rows, p.columns, [&](Rows rows, int64_t panel, int64_t next) {
+    panel_product(p, rows, panel, w + panel * size, w + next * size);
+  });
 }
 
 // Where weight [column, k] lies.
 int64_t place(const float*, int64_t column, int64_t k, int64_t inner) {
   return (column / kPanel * inner + k) * kPanel + column % kPanel;
 }
-int64_t place(const bf16*, int64_t column, int64_t k, int64_t inner) {
-  return ((column / kPanel * ((inner + 1) / 2) + k / 2) * kPanel + column % kPanel) * 2 + k % 2;
+int64_t place(const bf16* packed, int64_t column, int64_t k, int64_t inner) {
+  return (column / kPanel * depth_of(packed, inner) + k / 2 * 2) * kPanel + column % kPanel * 2 + k % 2;
 }
 
 template <class W>
 void pack(Threads& threads, const W* weight, int64_t columns, int64_t inner, W* packed) {
-  const int64_t depth = sizeof(W) == 2 ? (inner + 1) / 2 * 2 : inner;
+  const int64_t depth = depth_of(weight, inner);
   threads.run(num_panels(columns), [&](int64_t panel) {
     const int64_t first = panel * kPanel;
     std::memset(packed + first * depth, 0, kPanel * depth * sizeof(W));

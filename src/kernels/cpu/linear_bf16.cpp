@@ -79,7 +79,7 @@ void tile(const Product& p, int64_t row, int64_t column, const bf16* panel, int6
 void panel_product(const Product& p, int64_t column, const bf16* panel) {
   const int64_t step = p.rows > kTileRows ? kDepth : p.depth;
   for (int64_t k = 0; k < p.depth; k += step)
-    for_tiles<kTileRows>(p.rows, [&](int64_t row, auto size) {
+    for_tiles<kTileRows>(Rows{0, p.rows}, [&](int64_t row, auto size) {
       tile<size>(p, row, column, panel, k, std::min(p.depth, k + step));
     });
 }

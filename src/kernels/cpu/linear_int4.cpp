@@ -71,11 +71,12 @@ MOTET_INLINE void add_group(const QuantisedRows& x, int64_t row, int64_t g, cons
 
 // A few rows of one panel, from its codes as they are stored.
 template <int R>
-void narrow_tile(const Product& p, int64_t row, int64_t panel) {
+void narrow_tile(const Product& p, int64_t row, int64_t panel, Ahead& ahead) {
   const QuantisedRows& x = p.x;
   Sums<R> sums;
   sums.clear();
   for (int64_t g = 0; g < x.groups; g++) {
+    ahead.fetch();
     const uint8_t* weights = p.weights(panel, g);
     vi dots[R][kVectors] = {};
     multiply_codes<R>(dots, x.q + row * x.depth + g * x.group, x.depth, Group::codes(weights), x.group);
@@ -88,7 +89,8 @@ void narrow_tile(const Product& p, int64_t row, int64_t panel) {
 
 // Groups [first, last) of rows [row, row + R) and one panel, whose codes are unpacked in `bytes`.
 template <int R>
-void tile(const Product& p, int64_t row, int64_t panel, int64_t first, int64_t last, const uint8_t* bytes) {
+void tile(const Product& p, int64_t row, int64_t panel, int64_t first, int64_t last, const uint8_t* bytes,
+          Ahead& ahead) {
   const QuantisedRows& x = p.x;
   const int64_t column = panel * kPanel;
   const int width = panel_width(p.columns, column);
@@ -96,6 +98,7 @@ void tile(const Product& p, int64_t row, int64_t panel, int64_t first, int64_t l
   Sums<R> sums;
   sums.load_from(first == 0 ? nullptr : y, p.columns, width);
   for (int64_t g = first; g < last; g++, bytes += kPanel * x.group) {
+    ahead.fetch();
     vi dots[R][kVectors] = {};
     multiply<R>(dots, x.q + row * x.depth + g * x.group, x.depth, bytes, x.group);
     add_group<R>(x, row, g, p.weights(panel, g), dots, sums);
@@ -103,16 +106,16 @@ void tile(const Product& p, int64_t row, int64_t panel, int64_t first, int64_t l
   sums.store_to(y, p.columns, width, last == x.groups && p.bias ? p.bias + column : nullptr);
 }
 
-void wide_panel(const Product& p, int64_t panel) {
-  constexpr int64_t kDepth = 512;  // unpacked, they stay in the first-level cache
+void wide_panel(const Product& p, Rows rows, int64_t panel, Ahead& ahead) {
+  constexpr int64_t kDepth = 768;  // unpacked, they stay in the first-level cache
   alignas(64) uint8_t bytes[kDepth * kPanel];
-  const int64_t group = p.x.group, step = kDepth / group;
+  const int64_t group = p.x.group, step = equal_part(p.x.groups, kDepth / group);
   for (int64_t first = 0; first < p.x.groups; first += step) {
     const int64_t last = std::min(p.x.groups, first + step);
     for (int64_t g = first; g < last; g++)
       unpack_codes(Group::codes(p.weights(panel, g)), group, bytes + (g - first) * group * kPanel);
-    for_tiles<kTileRows>(p.x.rows,
-                         [&](int64_t row, auto size) { tile<size>(p, row, panel, first, last, bytes); });
+    for_tiles<kTileRows>(
+        rows, [&](int64_t row, auto size) { tile<size>(p, row, panel, first, last, bytes, ahead); });
   }
 }
 
@@ -120,9 +123,13 @@ void linear(Threads& threads, const float* x, const Product& p) {
   constexpr int kNarrow = kTileRows < 4 ? kTileRows : 4;
   if (p.x.rows == 0) return;
   p.x.fill(threads, x);
-  threads.run(num_panels(p.columns), [&](int64_t panel) {
-    if (p.x.rows > kNarrow) return wide_panel(p, panel);
-    for_size<kNarrow>((int)p.x.rows, 0, [&](int64_t row, auto size) { narrow_tile<size>(p, row, panel); });
+  const int64_t bytes = p.x.groups * Group{p.x.group}.bytes();
+  for_panels(threads, p.x.rows, p.columns, [&](Rows rows, int64_t panel, int64_t next) {
+    const bool wide = rows.count > kNarrow;
+    Ahead ahead(p.weights(next, 0), bytes, p.x.groups * (wide ? num_tiles<kTileRows>(rows.count) : 1));
+    if (wide) return wide_panel(p, rows, panel, ahead);
+    for_size<kNarrow>((int)rows.count, rows.begin,
+                      [&](int64_t row, auto size) { narrow_tile<size>(p, row, panel, ahead); });
   });
 }
 

@@ -27,7 +27,7 @@ struct Product {
 
 // Rows [row, row + R) of one panel.
 template <int R, class Scale>
-void tile(const Product<Scale>& p, int64_t row, int64_t panel) {
+void tile(const Product<Scale>& p, int64_t row, int64_t panel, Ahead& ahead) {
   constexpr bool kGrouped = std::is_same_v<Scale, half>;
   const QuantisedRows& x = p.x;
   const int64_t depth = round_up(x.inner, kQuad), column = panel * kPanel;
@@ -35,12 +35,13 @@ void tile(const Product<Scale>& p, int64_t row, int64_t panel) {
   Sums<R> sums;
   sums.clear();
   for (int64_t g = 0; g < x.groups; g++) {
+    ahead.fetch();
     const int64_t begin = g * x.group;
     const float* x_scale = x.scale + row * x.groups + g;
     const int32_t* sum = x.sum + row * x.groups + g;
     vi dots[R][kVectors];
     for (int r = 0; r < R; r++)
-      for (int v = 0; v < kVectors; v++) dots[r][v] = splat_i(-kZero * sum[r * x.groups]);
+      for (int v = 0; v < kVectors; v++) dots[r][v] = splat_i(sum[r * x.groups]);
     multiply<R>(dots, x.q + row * x.depth + begin, x.depth, w + begin * kPanel, std::min(x.group, depth - begin));
     for (int v = 0; v < kVectors; v++) {
       vf w_scale = {};
@@ -65,8 +66,10 @@ template <class Scale>
 void linear(Threads& threads, const float* x, const Product<Scale>& p) {
   if (p.x.rows == 0) return;
   p.x.fill(threads, x);
-  threads.run(num_panels(p.columns), [&](int64_t panel) {
-    for_tiles<kTileRows>(p.x.rows, [&](int64_t row, auto size) { tile<size>(p, row, panel); });
+  const int64_t bytes = round_up(p.x.inner, kQuad) * kPanel;
+  for_panels(threads, p.x.rows, p.columns, [&](Rows rows, int64_t panel, int64_t next) {
+    Ahead ahead(p.w + next * bytes, bytes, num_tiles<kTileRows>(rows.count) * p.x.groups);
+    for_tiles<kTileRows>(rows, [&](int64_t row, auto size) { tile<size>(p, row, panel, ahead); });
   });
 }
 
@@ -122,7 +125,8 @@ using namespace motet;
 MOTET_API void motet_linear_int8(Threads* threads, const float* x, int64_t rows, int64_t inner, int64_t columns,
                                  int64_t group, const uint8_t* w, const float* scales, const float* bias,
                                  float* scratch, float* y) {
-  linear(*threads, x, Product<float>{QuantisedRows(rows, inner, group, scratch), columns, w, scales, bias, y});
+  linear(*threads, x,
+         Product<float>{QuantisedRows(rows, inner, group, scratch, -kZero), columns, w, scales, bias, y});
 }
 MOTET_RECORDABLE(motet_linear_int8)
 
@@ -130,7 +134,8 @@ MOTET_RECORDABLE(motet_linear_int8)
 MOTET_API void motet_linear_int8_grouped(Threads* threads, const float* x, int64_t rows, int64_t inner,
                                          int64_t columns, int64_t group, const uint8_t* w, const half* scales,
                                          const float* bias, float* scratch, float* y) {
-  linear(*threads, x, Product<half>{QuantisedRows(rows, inner, group, scratch), columns, w, scales, bias, y});
+  linear(*threads, x,
+         Product<half>{QuantisedRows(rows, inner, group, scratch, -kZero), columns, w, scales, bias, y});
 }
 MOTET_RECORDABLE(motet_linear_int8_grouped)
 

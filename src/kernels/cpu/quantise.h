@@ -28,29 +28,30 @@ MOTET_INLINE vf load_some(const X* p, int64_t left) {
 // nothing is cut off; NaN, of which all products are NaN, if any x is not finite.
 template <class X>
 int32_t quantise(const X* x, int64_t size, int8_t* q, float* scale) {
-  vf largest = {}, poison = {};
-  for (int64_t i = 0; i < size; i += kLanes) {
-    const vf v = load_some(x + i, size - i);
-    largest = max((vf)((vi)v & 0x7fffffff), largest);
-    poison = poison + v * splat(0.0f);
+  vi largest = {};  // without their signs, floats are in the order of their bits, infinity and NaN last
+  for (int64_t i = 0; i < size; i += kLanes)
+    largest = max((vi)load_some(x + i, size - i) & 0x7fffffff, largest);
+  const float most = from_bits((vu)splat_i(max(largest)))[0];
+  if (!std::isfinite(most)) {
+    *scale = __builtin_nanf("");
+    std::memset(q, 0, round_up(size, kQuad));
+    return 0;
   }
-  const float most = max(largest);
-  *scale = most * (1.0f / 127.0f) + sum(poison);
+  *scale = most * (1.0f / 127.0f);
   // What is too small to be divided by counts as 0.
-  const vf inverse = splat(most > 1e-30f && std::isfinite(*scale) ? 127.0f / most : 0.0f);
+  const vf inverse = splat(most > 1e-30f ? 127.0f / most : 0.0f);
   vi total = {};
   for (int64_t i = 0; i < size; i += kLanes) {
-    const vf v = load_some(x + i, size - i) * inverse;
-    const vi rounded = to_int(round_even(select(v == v, v, vf{})));
+    const vi rounded = to_int(round_even(load_some(x + i, size - i) * inverse));
     total += rounded;
     typedef int8_t vb __attribute__((vector_size(kLanes)));
     const vb bytes = __builtin_convertvector(rounded, vb);
-    std::memcpy(q + i, &bytes, std::min<int64_t>(kLanes, round_up(size - i, kQuad)));
+    if (size - i >= kLanes)
+      std::memcpy(q + i, &bytes, kLanes);
+    else
+      std::memcpy(q + i, &bytes, round_up(size - i, kQuad));
   }
-  int32_t lanes[kLanes], all = 0;
-  std::memcpy(lanes, &total, sizeof lanes);
-  for (int32_t lane : lanes) all += lane;
-  return all;
+  return sum(total);
 }
 
 // One lane of `dot4`.
@@ -87,12 +88,13 @@ struct QuantisedRows {
   int64_t groups = (inner + group - 1) / group;
   int64_t depth = round_up(inner, group);  // bytes of a row
   float* scale;                            // [rows][groups]
-  int32_t* sum;                            // [rows][groups]: of the group's bytes
+  int32_t factor;
+  int32_t* sum;                            // [rows][groups]: of the group's bytes, times `factor`
   int8_t* q;                               // [rows][depth]
 
   // In memory of rows · (2 · groups + depth / 4) floats; `group` is a multiple of kQuad.
-  QuantisedRows(int64_t rows, int64_t inner, int64_t group, float* scratch)
-      : rows(rows), inner(inner), group(group), scale(scratch), sum((int32_t*)(scale + rows * groups)),
+  QuantisedRows(int64_t rows, int64_t inner, int64_t group, float* scratch, int32_t factor = 1)
+      : rows(rows), inner(inner), group(group), scale(scratch), factor(factor), sum((int32_t*)(scale + rows * groups)),
         q((int8_t*)(sum + rows * groups)) {}
 
   // Each row by itself, whatever its company.
@@ -109,7 +111,7 @@ struct QuantisedRows {
   void fill_group(const float* x, int64_t row, int64_t g) const {
     const int64_t begin = g * group, size = std::min(group, inner - begin);
     int8_t* to = q + row * depth + begin;
-    sum[row * groups + g] = quantise(x + begin, size, to, scale + row * groups + g);
+    sum[row * groups + g] = factor * quantise(x + begin, size, to, scale + row * groups + g);
     const int64_t written = round_up(size, kQuad);
     std::memset(to + written, 0, group - written);
   }

@@ -129,26 +129,29 @@ MOTET_INLINE bool any(vi mask) {
 }
 
 MOTET_INLINE vf max(vf a, vf b) { return a > b ? a : b; }
+MOTET_INLINE vi max(vi a, vi b) { return a > b ? a : b; }
 MOTET_INLINE vf min(vf a, vf b) { return a < b ? a : b; }
 
-// Sums and maxima of all lanes, always in the same order.
-template <int Width>
-MOTET_INLINE vf lanes_from(vf x) {  // x[i + Width] in lane i
+// Sums and maxima of all lanes, vf or vi, always in the same order.
+template <int Width, class V>
+MOTET_INLINE V lanes_from(V x) {  // x[i + Width] in lane i
   vi from;
   for (int i = 0; i < kLanes; i++) from[i] = (i + Width) % kLanes;
   return __builtin_shuffle(x, from);
 }
-MOTET_INLINE float sum(vf x) {
+template <class V>
+MOTET_INLINE auto sum(V x) {
   if constexpr (kLanes > 8) x = x + lanes_from<8>(x);
   if constexpr (kLanes > 4) x = x + lanes_from<4>(x);
   x = x + lanes_from<2>(x);
-  return (x + lanes_from<1>(x))[0];
+  return decltype(x[0] + 0)((x + lanes_from<1>(x))[0]);
 }
-MOTET_INLINE float max(vf x) {
+template <class V>
+MOTET_INLINE auto max(V x) {
   if constexpr (kLanes > 8) x = max(x, lanes_from<8>(x));
   if constexpr (kLanes > 4) x = max(x, lanes_from<4>(x));
   x = max(x, lanes_from<2>(x));
-  return max(x, lanes_from<1>(x))[0];
+  return decltype(x[0] + 0)(max(x, lanes_from<1>(x))[0]);
 }
 
 // Rounds to the nearest whole number, halves to even. |x| < 2^22.
