@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # `as` makes each a public name for type checkers
     from motet.errors import AdapterLoadError as AdapterLoadError
     from motet.errors import AdapterNotAllowed as AdapterNotAllowed
     from motet.errors import AdapterNotFound as AdapterNotFound
+    from motet.errors import BackendUnavailable as BackendUnavailable
     from motet.errors import CorruptCheckpoint as CorruptCheckpoint
     from motet.errors import DeadlineExceeded as DeadlineExceeded
     from motet.errors import EngineClosed as EngineClosed
@@ -30,6 +31,7 @@ if TYPE_CHECKING:  # `as` makes each a public name for type checkers
     from motet.errors import RequestFailed as RequestFailed
     from motet.errors import UnsupportedAdapter as UnsupportedAdapter
     from motet.errors import UnsupportedModel as UnsupportedModel
+    from motet.kernels.cpu.library import cpu_backend as cpu_backend
     from motet.lora.generation import AdapterInfo as AdapterInfo
     from motet.params import LogitsProcessor as LogitsProcessor
     from motet.params import SamplingParams as SamplingParams
@@ -57,6 +59,7 @@ _HOMES = {
         "AdapterLoadError",
         "AdapterNotAllowed",
         "AdapterNotFound",
+        "BackendUnavailable",
         "CorruptCheckpoint",
         "DeadlineExceeded",
         "EngineClosed",
@@ -72,6 +75,7 @@ _HOMES = {
         "UnsupportedAdapter",
         "UnsupportedModel",
     ],
+    "motet.kernels.cpu.library": ["cpu_backend"],
     "motet.lora.generation": ["AdapterInfo"],
     "motet.params": ["LogitsProcessor", "SamplingParams", "TenantPolicy"],
     "motet.sdk.blocking": ["Engine"],

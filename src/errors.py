@@ -11,6 +11,7 @@
     │   ├── AdapterLoadError                 missing, damaged or ill-fitting files; or no room
     │   ├── AdapterNotAllowed                the tenant's policy does not list it
     │   └── UnsupportedAdapter               a PEFT feature that motet does not compute
+    ├── BackendUnavailable               the native build that was asked for does not run here
     ├── ModelError
     │   ├── ModelNotFound
     │   ├── UnsupportedModel
@@ -65,6 +66,10 @@ class AdapterNotAllowed(AdapterError):
 
 class UnsupportedAdapter(AdapterError):
     """The adapter is sound but uses a PEFT feature that motet does not compute exactly."""
+
+
+class BackendUnavailable(MotetError):
+    """The build of the native library that `MOTET_CPU_ISA` names does not run here; the message lists what does."""
 
 
 class ModelError(MotetError):

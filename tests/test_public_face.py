@@ -22,6 +22,7 @@ NAMES = [
     "AdapterNotFound",
     "AdmittedRequest",
     "AsyncEngine",
+    "BackendUnavailable",
     "Completion",
     "CompletionOutput",
     "CorruptCheckpoint",
@@ -49,6 +50,7 @@ NAMES = [
     "UnsupportedAdapter",
     "UnsupportedModel",
     "Usage",
+    "cpu_backend",
     "register_model",
 ]
 
@@ -72,6 +74,7 @@ SIGNATURES = {
     AsyncEngine.stats: "(self)",
     AsyncEngine.metrics_app: "(self)",
     AsyncEngine.model_info: "(self)",
+    motet.cpu_backend: "()",
     motet.register_model: "(architecture, cls)",
     TokenStream.result: "(self)",
     TokenStream.cancel: "(self)",

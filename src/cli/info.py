@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from motet import Engine, EngineConfig, ModelInfo
+from motet import Engine, EngineConfig, ModelInfo, cpu_backend
 
 LIBRARIES = ("torch", "tokenizers", "safetensors", "gguf", "transformers", "peft", "triton")
 GIB = 1 << 30
@@ -31,6 +31,7 @@ def _machine() -> dict[str, str]:
     return {
         "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "cores": f"{psutil.cpu_count(logical=False)} ({os.cpu_count()} threads)",
+        "CPU backend": cpu_backend(),
         "memory": f"{memory.total / GIB:.1f} GiB, {memory.available / GIB:.1f} GiB free",
         **{name: _version(name) for name in LIBRARIES},
     }

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typer.testing import CliRunner
 
 from motet.cli.main import app
+from motet.kernels.cpu.library import ISA_VARIABLE, usable_isas
 from motet.sdk.testing import save_tiny_model
 
 
@@ -16,6 +17,20 @@ def test_info_describes_the_machine():
     done = CliRunner().invoke(app, ["info"])
     assert done.exit_code == 0
     assert version("torch") in done.output
+
+
+def test_info_says_which_backend_computes_and_why():
+    def backend(**env):
+        done = CliRunner().invoke(app, ["info"], env={"COLUMNS": "200", ISA_VARIABLE: None, **env})
+        return done.exit_code, done.output
+
+    usable = usable_isas()
+    expected = f"cpu ({usable[0]}); usable here: {', '.join(usable)}" if usable else "without a C++ compiler"
+    assert expected in backend()[1]
+    if usable:
+        assert "cpu (portable), as MOTET_CPU_ISA says" in backend(MOTET_CPU_ISA="portable")[1]
+    code, output = backend(MOTET_CPU_ISA="avx9000")
+    assert code == 1 and "BackendUnavailable: MOTET_CPU_ISA is 'avx9000'" in output
 
 
 def test_info_describes_a_model(tiny_folder, tiny_model):

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from weakref import finalize
 
+from motet.errors import BackendUnavailable
+
 ISA_VARIABLE = "MOTET_CPU_ISA"
 
 NATIVE_BF16 = "avx512_bf16"
@@ -121,19 +123,43 @@ def auto_dtype(isa: str) -> tuple[str, str]:
     return "float32", "the processor has no bfloat16 units"
 
 
-def open_library(isa: str | None = None) -> tuple[str, ctypes.CDLL]:
-    """The build `isa`, or else what MOTET_CPU_ISA names, or else the best usable one; its name and its functions.
+def cpu_backend() -> str:
+    """Which backend an engine has on this machine's CPU, and why: a line for people.
 
-    Raises NoNativeLibrary if there is none, ValueError if the one that is named cannot be used.
+    Raises BackendUnavailable if `MOTET_CPU_ISA` names a build that does not run here.
+    """
+    try:
+        isa = choose()
+    except NoNativeLibrary as why:
+        return f"reference (torch): {why}"
+    forced = f", as {ISA_VARIABLE} says" if os.environ.get(ISA_VARIABLE) else ""
+    return f"cpu ({isa}){forced}; usable here: {', '.join(usable_isas())}"
+
+
+def choose(isa: str | None = None) -> str:
+    """The build `isa`, or else what MOTET_CPU_ISA names, or else the best usable one.
+
+    Raises NoNativeLibrary if there is none, BackendUnavailable if the one that is named cannot be used.
     """
     usable = usable_isas()
     isa = isa or os.environ.get(ISA_VARIABLE) or (usable[0] if usable else None)
     if isa is None:
         raise NoNativeLibrary("motet was installed without a C++ compiler, so it has no native library")
-    if isa not in usable:
-        raise ValueError(
-            f"{ISA_VARIABLE} is {isa!r}; what can be used here is {', '.join(usable) or 'nothing'}"
-        )
+    if isa in usable:
+        return isa
+    if isa not in ISAS:
+        why = f"no build of the native library (those are {', '.join(ISAS)})"
+    elif _file(isa).exists() and usable:
+        why = "a build for instructions that this processor does not have"
+    else:
+        why = "a build that is not there: motet was installed without a C++ compiler, or the compiler failed on it"
+    usable_text = f"name one that runs here ({', '.join(usable)})" if usable else "none runs here"
+    raise BackendUnavailable(f"{ISA_VARIABLE} is {isa!r}, {why}: {usable_text}, or leave the variable unset")
+
+
+def open_library(isa: str | None = None) -> tuple[str, ctypes.CDLL]:
+    """The build that `choose` takes; its name and its functions. Raises what that raises."""
+    isa = choose(isa)
     library = ctypes.CDLL(str(_file(isa)))
     handle = ctypes.c_void_p
     library.motet_threads_new.argtypes, library.motet_threads_new.restype = (ctypes.c_int,), handle

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from motet.errors import BackendUnavailable
 from motet.kernels.cpu import library
 from motet.kernels.cpu.library import (
     BF16_UNITS,
@@ -90,16 +91,39 @@ def test_the_two_builds_for_avx512_give_the_same_bits_where_no_bytes_are_multipl
 
 
 @needs_library
-def test_a_build_that_cannot_be_used_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_no_build_has_is_refused_with_those_that_run_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(ISA_VARIABLE, "avx9000")
-    with pytest.raises(ValueError, match=r"MOTET_CPU_ISA is 'avx9000'.*portable"):
+    with pytest.raises(BackendUnavailable, match=r"'avx9000', no build.* avx2.*: name one.*\(.*portable\)"):
         open_library()
 
 
 @needs_library
+def test_a_build_that_was_not_made_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = library._file
+    monkeypatch.setattr(library, "_file", lambda isa: tmp_path / isa if isa == "avx512" else file(isa))
+    monkeypatch.setenv(ISA_VARIABLE, "avx512")
+    with pytest.raises(BackendUnavailable, match=r"'avx512'.*not there.*: name one that runs here"):
+        open_library()
+
+
+def test_no_build_can_be_named_where_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(library, "_file", lambda isa: tmp_path / isa)
+    monkeypatch.setenv(ISA_VARIABLE, "portable")
+    with pytest.raises(BackendUnavailable, match=r"'portable'.*not there.*: none runs here.*unset"):
+        select_ops("cpu", "float32")
+
+
+@needs_library
 def test_a_processor_without_the_features_is_given_what_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "ISAS", {"newer": 1 << 20, "portable": 0})
+    portable = library._file("portable")
+    monkeypatch.setattr(library, "_file", lambda isa: portable)  # every build is there
+    monkeypatch.setattr(library, "ISAS", {"avx2": 1 << 20, "portable": 0})
     assert usable_isas() == ["portable"]
+    monkeypatch.setenv(ISA_VARIABLE, "avx2")
+    with pytest.raises(BackendUnavailable, match=r"'avx2'.*processor does not have"):
+        open_library()
 
 
 @pytest.mark.parametrize(
