@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from io import TextIOWrapper
 
@@ -16,4 +17,7 @@ def main() -> None:
         raise SystemExit(f"motet's command line needs {error.name}: pip install 'motet[cli]'") from None
     if isinstance(sys.stdout, TextIOWrapper):  # a model says what not every terminal's encoding can
         sys.stdout.reconfigure(errors="replace")
+    logging.basicConfig(
+        format="%(levelname)s: %(message)s"
+    )  # here `motet` is the application: warnings are shown
     app()

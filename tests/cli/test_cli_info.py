@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -31,6 +32,20 @@ def test_info_says_which_backend_computes_and_why():
         assert "cpu (portable), as MOTET_CPU_ISA says" in backend(MOTET_CPU_ISA="portable")[1]
     code, output = backend(MOTET_CPU_ISA="avx9000")
     assert code == 1 and "BackendUnavailable: MOTET_CPU_ISA is 'avx9000'" in output
+
+
+def test_without_a_compiler_the_command_line_warns_once_and_works(tiny_folder):
+    program = (
+        "import sys, pathlib; from motet.kernels.cpu import library; from motet.cli import main;"
+        "library._file = lambda isa: pathlib.Path(sys.argv[-1]) / isa; main()"
+    )
+    command = [sys.executable, "-c", program, "info", str(tiny_folder)]
+    environment = {name: value for name, value in os.environ.items() if name != ISA_VARIABLE}
+    environment["COLUMNS"] = "200"
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert "backend reference" in done.stdout
+    assert done.stderr.count("WARNING: motet was installed without a C++ compiler") == 1
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_info_describes_a_model(tiny_folder, tiny_model):
