@@ -3,7 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test test-slow lint examples bench bench-peers docs clean
+SANITIZED := build/sanitized
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all
+
+.PHONY: demo test test-slow sanitize lint examples bench bench-peers docs clean
 
 demo: $(READY)
 	$(BIN)/motet demo
@@ -14,6 +17,16 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -q -m slow
+
+# The tests of the native ops on builds with AddressSanitizer and UBSan, in a copy of the package. The sanitizer's
+# runtime must be there before Python's first allocation; Python itself leaks at its end. Without a build all would skip.
+sanitize: $(READY)
+	CXXFLAGS="-O1 -g $(SANITIZERS)" $(BIN)/python setup.py -q build \
+		--build-lib $(SANITIZED) --build-temp $(SANITIZED)/objects 2> $(SANITIZED).log
+	nm -D $(SANITIZED)/motet/kernels/cpu/_portable.abi3.so | grep -q __asan_init
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=1 PYTHONPATH=$(SANITIZED) \
+		$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/kernels/cpu
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ one (AVX-512 BF16 needs GCC 10) or on another processor, is left out with a warn
 
 from copy import copy
 from glob import glob
+from os import environ
 from os.path import join
 
 from setuptools import Extension, setup
@@ -44,7 +45,8 @@ setup(
             f"motet.kernels.cpu._{isa}",
             sources=sorted(glob("src/kernels/cpu/*.cpp")),
             depends=glob("src/kernels/cpu/*.h"),
-            extra_compile_args=[*FLAGS, *flags],
+            # The caller's own flags come last, so that they win (see `make sanitize`).
+            extra_compile_args=[*FLAGS, *flags, *environ.get("CXXFLAGS", "").split()],
             extra_link_args=["-pthread"],
             language="c++",
             py_limited_api=True,

@@ -20,7 +20,8 @@ def test_reading_sums_every_float_of_each_block(isa: str) -> None:
     _, library = open_library(isa)
     x = np.random.default_rng(0).random(3 * BLOCK, np.float32)
     sums = np.zeros(3, np.float32)
-    library.motet_ceiling_read(Threads(library, 2).handle, x.ctypes.data, x.size, sums.ctypes.data)
+    threads = Threads(library, 2)  # they live as long as this name
+    library.motet_ceiling_read(threads.handle, x.ctypes.data, x.size, sums.ctypes.data)
     assert sums == pytest.approx(x.reshape(3, BLOCK).sum(axis=1, dtype=np.float64), rel=1e-5)
 
 
