@@ -26,7 +26,7 @@ Send = Callable[[Request], Awaitable[Timing]]
 Prepare = Callable[[Sequence[Request]], Awaitable[None]]
 """What a workload needs beforehand: its adapters."""
 
-LAG_EVERY = 0.01
+LAG_EVERY = 0.001
 
 
 async def drive(arguments: Namespace, send: Send, prepare: Prepare | None = None) -> None:
@@ -91,4 +91,8 @@ async def with_lag(work: Awaitable[list[Timing]]) -> tuple[list[Timing], dict[st
         timings = await work
     finally:
         watching.cancel()
-    return timings, {"lag_p99_ms": 1e3 * percentile(lags, 99)}
+    return timings, {
+        "lag_p50_ms": 1e3 * percentile(lags, 50),
+        "lag_p99_ms": 1e3 * percentile(lags, 99),
+        "lag_max_ms": 1e3 * max(lags),
+    }
