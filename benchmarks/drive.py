@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,6 +28,7 @@ Prepare = Callable[[Sequence[Request]], Awaitable[None]]
 """What a workload needs beforehand: its adapters."""
 
 LAG_EVERY = 0.001
+SHARE_OF_SATURATION = 0.6
 
 
 async def drive(arguments: Namespace, send: Send, prepare: Prepare | None = None) -> None:
@@ -34,6 +36,7 @@ async def drive(arguments: Namespace, send: Send, prepare: Prepare | None = None
     warm = read_workload(arguments.workloads, "warm")
     report_startup(arguments.name, (await send(warm[0])).tokens[0])
     await asyncio.gather(*[send(request) for request in warm])
+    rate = arguments.rate
     for load in arguments.loads:
         requests = read_workload(arguments.workloads, load)
         if prepare is not None:
@@ -41,10 +44,19 @@ async def drive(arguments: Namespace, send: Send, prepare: Prepare | None = None
         if load == "w1":
             figures = medians([single_figures(await send(request)) for request in requests])
         elif load == "w5":
-            figures = await over_time(requests, send, arguments.rate, arguments.seconds)
+            if rate is None:
+                raise SystemExit("w5 needs --rate, or w2 before it to take a rate from")
+            figures = await over_time(requests, send, rate, arguments.seconds)
         else:
             figures = await at_once(requests, send)
+        if load == "w2" and arguments.rate is None:
+            rate = unsaturated(figures["tokens_per_s"], read_workload(arguments.workloads, "w5"))
         report(arguments.name, load, **figures)
+
+
+def unsaturated(tokens_per_s: float, requests: Sequence[Request]) -> float:
+    """Requests a second that leave an engine of this speed some room."""
+    return SHARE_OF_SATURATION * tokens_per_s / statistics.mean(request.max_tokens for request in requests)
 
 
 async def at_once(requests: Sequence[Request], send: Send) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""vLLM on the CPU, tuned (both cores, tcmalloc, Intel's OpenMP): W1–W5, through its asynchronous engine.
+"""vLLM on the CPU, tuned (all cores, tcmalloc, Intel's OpenMP): W1–W5, through its asynchronous engine.
 
     build/peers/vllm_cpu/bin/python -m benchmarks.peers.vllm_cpu [--loads w1 w2] [--lora]
 
@@ -29,15 +29,18 @@ from benchmarks.common import (
 from benchmarks.drive import drive
 
 PRELOADED = ("**/libtcmalloc_minimal.so.4", "**/libiomp5.so")
+CORES = "VLLM_CPU_OMP_THREADS_BIND"
+CACHE_BYTES = 2 << 30
+MAX_RANK = 8
 
 
-def restart_tuned() -> None:
+def restart_tuned(threads: int) -> None:
     """Libraries are preloaded when a process starts, so this one starts again, once, if they are not."""
-    if "VLLM_CPU_NUM_OF_RESERVED_CPU" in os.environ:
+    if CORES in os.environ:
         return
     folder = (PEERS_FOLDER / "vllm_cpu").absolute()
-    os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
-    os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
+    os.environ[CORES] = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ["LD_PRELOAD"] = ":".join(str(next(folder.glob(pattern))) for pattern in PRELOADED)
     os.execv(sys.executable, [sys.executable, "-m", "benchmarks.peers.vllm_cpu", *sys.argv[1:]])
 
@@ -70,14 +73,19 @@ async def run(arguments: Namespace) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    lora = {"enable_lora": True, "max_loras": 8, "max_cpu_loras": 64, "max_lora_rank": 16}
+    lora = {
+        "enable_lora": True,
+        "max_loras": arguments.max_loras,
+        "max_cpu_loras": 64,
+        "max_lora_rank": MAX_RANK,
+    }
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=arguments.model,
             dtype=arguments.dtype,
             max_model_len=2048,
             max_num_seqs=64,
-            gpu_memory_utilization=0.3,  # of the main memory, for the KV cache
+            kv_cache_memory_bytes=CACHE_BYTES,
             disable_log_stats=True,
             **(lora if arguments.lora else {}),
         )
@@ -94,9 +102,10 @@ def main() -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--max-loras", type=int, default=8, help="different adapters in a step")
     parser.add_argument("--adapters", type=Path, default=ADAPTERS_FOLDER)
     arguments = parser.parse_args()
-    restart_tuned()
+    restart_tuned(arguments.threads)
     with PeakMemory() as memory:
         asyncio.run(run(arguments))
     report(arguments.name, "memory", peak_mib=memory.peak_mib)
