@@ -65,7 +65,7 @@ def server(arguments: Namespace, adapters: Sequence[str], port: int) -> Iterator
     command += ["--parallel", str(arguments.slots), "--ctx-size", str(CONTEXT * arguments.slots)]
     if adapters:
         files = [str(GGUF_ADAPTERS_FOLDER / f"{name}.gguf") for name in adapters]
-        command += ["--lora", ",".join(files), "--lora-init-without-apply"]
+        command += ["--lora", ",".join(files)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
             yield process
@@ -97,6 +97,8 @@ async def timed(session: aiohttp.ClientSession, request: Request, adapters: Sequ
     }
     if request.adapter:
         body["lora"] = [{"id": adapters.index(request.adapter), "scale": 1.0}]
+    elif adapters:
+        body["lora"] = [{"id": 0, "scale": 0.0}]  # or it applies all
     tokens: list[float] = []
     sent = time.perf_counter()
     async with session.post("/completion", json=body) as answer:
@@ -104,10 +106,8 @@ async def timed(session: aiohttp.ClientSession, request: Request, adapters: Sequ
         async for line in answer.content:
             if line.startswith(b"data: "):
                 event = json.loads(line.removeprefix(b"data: "))
-                new = event["tokens_predicted"] - len(
-                    tokens
-                )  # several, once a character's bytes are complete
-                tokens += [time.perf_counter()] * new
+                # It sends several at once when a character's bytes are complete, so its own count tells.
+                tokens += [time.perf_counter()] * (event["tokens_predicted"] - len(tokens))
     assert len(tokens) == request.max_tokens
     return Timing(sent, tokens)
 
