@@ -16,7 +16,7 @@ from benchmarks import comparison
 from benchmarks.common import Request, Timing, percentile, single_figures
 from benchmarks.drive import over_time, unsaturated
 from benchmarks.ratios import SHOWN, Floor, table_of_figures
-from benchmarks.record import Measurements, Record
+from benchmarks.record import Line, Measurements, Record
 from benchmarks.rows import ROWS, Row
 from benchmarks.runners import RUNNERS
 from hypothesis import given
@@ -175,3 +175,22 @@ def test_w5_s_waiting_counts_from_a_request_s_due_time() -> None:
 
 def test_w5_s_rate_is_six_tenths_of_the_requests_that_saturate_an_engine() -> None:
     assert unsaturated(300, [Request(0, [1], 50), Request(1, [1], 150)]) == pytest.approx(1.8)
+
+
+def test_w5_s_rate_goes_from_the_row_s_source_to_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: dict[str, list[str]] = {}
+
+    def reported(command: list[str]) -> list[Line]:
+        commands[command[0]] = command
+        return [{"engine": command[0], "test": "w5", "rate": 1.5}]
+
+    runners = {name: SimpleNamespace(command=[name], installed=True) for name in ("a", "b", "ceiling")}
+    monkeypatch.setattr(comparison, "RUNNERS", runners)
+    monkeypatch.setattr(comparison, "ROWS", {"row": Row({"b": ("w5",), "a": ("w2", "w5")}, rate_of="a")})
+    monkeypatch.setattr(comparison, "reported", reported)
+    arguments = Namespace(rounds=1, runners=None, threads=1, seconds=1.0, workloads=tmp_path)
+    comparison.Comparison(arguments, Record(tmp_path / "results.jsonl")).run("row")
+    assert "--rate" not in commands["a"]
+    assert commands["b"][commands["b"].index("--rate") + 1] == "1.5"
