@@ -22,6 +22,9 @@ ISAS = {
 }
 """Compiler flags of each build that `motet.kernels.cpu.library` knows."""
 
+CHOSEN = environ.get("MOTET_BUILDS", " ".join(ISAS)).split()
+"""What is built: all, unless the caller names some."""
+
 FLAGS = ["-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
 
 
@@ -53,5 +56,6 @@ setup(
             optional=True,
         )
         for isa, flags in ISAS.items()
+        if isa in CHOSEN
     ],
 )

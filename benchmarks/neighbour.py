@@ -51,7 +51,7 @@ async def measured(engine: AsyncEngine, batch: int, count: int) -> dict[str, flo
         await asyncio.sleep(0.2)  # until they spin
         ours = [psutil.Process()]
         begin, our_begin, their_begin = time.perf_counter(), cpu_seconds(ours), cpu_seconds(theirs)
-        step = await decode_step(engine, batch)
+        step, _ = await decode_step(engine, batch)
         took = time.perf_counter() - begin
         cores, their_cores = cpu_seconds(ours) - our_begin, cpu_seconds(theirs) - their_begin
     return {"ms": 1e3 * step, "cores": cores / took, "theirs": their_cores / took}

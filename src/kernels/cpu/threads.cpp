@@ -1,6 +1,7 @@
 #include "threads.h"
 
 #include <algorithm>
+#include <chrono>
 
 #include "abi.h"
 
@@ -19,6 +20,17 @@ constexpr int kLooks = 1500;
 // Parts are taken several at once while many are left, fewer towards the end (guided self-scheduling, Polychronopoulos
 // and Kuck 1987): neighbours lie behind one another in memory, and a thread reads on where it was.
 constexpr int64_t kTurns = 2;
+
+// Now and then, between parts, a thread leaves its core to a process that waits for one. Else the system takes it away, as
+// likely as not in the middle of a part that the other threads then wait for.
+void make_way() {
+  using Clock = std::chrono::steady_clock;
+  thread_local Clock::time_point next{};
+  const Clock::time_point now = Clock::now();
+  if (now < next) return;
+  std::this_thread::yield();
+  next = Clock::now() + std::chrono::milliseconds(1);
+}
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -58,6 +70,7 @@ bool Threads::work_some() {
   // The job stands still until these parts are done.
   for (int64_t part = next_part(offer); part < next_part(offer) + taken; part++) job_.call(job_.body, job_.first, part);
   done_.fetch_add(taken, std::memory_order_release);
+  make_way();
   return true;
 }
 
