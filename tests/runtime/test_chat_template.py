@@ -224,7 +224,8 @@ def test_a_template_without_end_is_ended(source: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.05)
     template = ChatTemplate({"default": source}, {})
     before = time.thread_time()
-    with pytest.raises(RequestFailed, match="did not end within"):
+    # Whichever bound a fast or a slow machine meets first.
+    with pytest.raises(RequestFailed, match="did not end within|builds too much"):
         template.render(Chat([]))
     assert time.thread_time() - before < 2.0
 
