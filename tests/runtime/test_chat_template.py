@@ -225,7 +225,7 @@ def test_a_template_without_end_is_ended(source: str, monkeypatch: pytest.Monkey
     template = ChatTemplate({"default": source}, {})
     before = time.thread_time()
     # Whichever bound a fast or a slow machine meets first.
-    with pytest.raises(RequestFailed, match="did not end within|builds too much"):
+    with pytest.raises(RequestFailed, match=r"did not end within|builds too much"):
         template.render(Chat([]))
     assert time.thread_time() - before < 2.0
 

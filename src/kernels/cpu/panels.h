@@ -88,7 +88,7 @@ void for_panels(Threads& threads, int64_t rows, int64_t columns, const Body& bod
   const int64_t parts = blocks * panels;
   threads.run(parts, [&](int64_t part) {
     const int64_t block = part / panels, begin = block * rows / blocks, end = (block + 1) * rows / blocks;
-    const int64_t after = part + threads.count();
+    const int64_t after = part + 1;  // threads take neighbours
     body(Rows{begin, end - begin}, part % panels, (after < parts ? after : part) % panels);
   });
 }
