@@ -10,14 +10,15 @@ float32 before they are multiplied, so their ceiling is float32's.
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from benchmarks.common import PHYSICAL_CORES, MiB, make_parser, report
 
 from motet.kernels.cpu.library import NATIVE_BF16, Threads, open_library
+from motet.kernels.cpu.memory import HugePages
 
 READ_BYTES = 512 * MiB
 BLOCK = 1 << 15  # floats whose sum is one number, as in ceiling.cpp
@@ -30,10 +31,7 @@ class Ceiling:
     def __init__(self, threads: int, isa: str | None = None) -> None:
         self.isa, self._library = open_library(isa)
         self._threads = Threads(self._library, threads)
-        memory = mmap.mmap(-1, READ_BYTES)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        self._numbers = np.frombuffer(memory, np.float32)
-        self._numbers.fill(1)
+        self._numbers = HugePages().empty(READ_BYTES // 4, torch.float32).fill_(1).numpy()
         self._sums = np.empty(max(PARTS, self._numbers.size // BLOCK), np.float32)
         self._operations = np.zeros(1, np.int64)
 

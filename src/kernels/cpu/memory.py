@@ -1,8 +1,10 @@
-"""Memory for what stays: packed weights, keys and values."""
+"""Memory for what stays: packed weights, keys and values, adapters."""
 
 from __future__ import annotations
 
 import mmap
+import sys
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -39,7 +41,10 @@ class HugePages:
 
 
 def _chunk(size: int) -> Tensor:
-    memory = mmap.mmap(-1, max(size, ALIGNMENT))
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+    if sys.platform != "linux":
+        return torch.empty(size, dtype=torch.uint8)
+    # Private: memory that is shared with forked children, as Python's default is, gets no huge pages.
+    memory = mmap.mmap(-1, max(size, ALIGNMENT), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)

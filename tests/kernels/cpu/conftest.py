@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from motet.kernels.cpu.library import open_library, usable_isas
+from motet.kernels.cpu.memory import HugePages
 from motet.kernels.cpu.ops import CpuOps
 from motet.kernels.ops import Quantization
 
@@ -26,9 +27,14 @@ FLOAT_BUILDS = [isa for isa in BUILDS if isa != "avx512" or "avx512_vnni" not in
 """Where no bytes are multiplied, the two builds for AVX-512 are the same machine code: see `test_library.py`."""
 
 
+def poisoned(_: HugePages, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(numel, dtype=dtype)
+
+
 @pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """What torch.empty gives is full of NaN and of the largest integers."""
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What torch.empty gives, and weights, caches and adapters get, is full of NaN and of the largest integers."""
+    monkeypatch.setattr(HugePages, "empty", poisoned)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
