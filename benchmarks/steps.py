@@ -25,8 +25,8 @@ from motet import AsyncEngine
 LAYERS = 30
 CONTEXT, NEW_TOKENS = 256, 64
 PREFILL = 512
-BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4.5}
-"""Of a weight; int4 with a float16 scale and offset for 64 of them."""
+BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 5}
+"""Of a weight; int4 with a float16 scale and minimum for 32 of them, while the head has 8 bits then."""
 
 
 def weights(with_head: bool = True) -> int:
@@ -38,7 +38,9 @@ def weights(with_head: bool = True) -> int:
 def decode_limit(arguments: Namespace, batch: int, context: float, ceiling: Ceiling) -> float:
     """Seconds of one step of sequences that have `context` tokens on average."""
     read = ceiling.read_bytes_per_s()
-    reading = weights() * BITS[arguments.quantization or arguments.dtype] / 8 / read
+    bits = BITS[arguments.quantization or arguments.dtype]
+    head = weights() - weights(with_head=False)
+    reading = (weights(with_head=False) * bits + head * max(bits, BITS["int8"])) / 8 / read
     kind = ceiling.kind_of_linears(arguments.dtype, arguments.quantization)
     computing = 2 * weights() * batch / ceiling.operations_per_s(kind)
     token_bytes = LAYERS * 2 * KV_HEADS * HEAD_DIM * BITS[arguments.dtype] / 8
