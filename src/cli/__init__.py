@@ -17,7 +17,6 @@ def main() -> None:
         raise SystemExit(f"motet's command line needs {error.name}: pip install 'motet[cli]'") from None
     if isinstance(sys.stdout, TextIOWrapper):  # a model says what not every terminal's encoding can
         sys.stdout.reconfigure(errors="replace")
-    logging.basicConfig(
-        format="%(levelname)s: %(message)s"
-    )  # here `motet` is the application: warnings are shown
+    # Here motet is the application: its warnings are shown.
+    logging.basicConfig(format="%(levelname)s: %(message)s")
     app()

@@ -11,7 +11,6 @@ caches, attention plans).
 from __future__ import annotations
 
 import logging
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -328,7 +327,13 @@ def select_ops(
     threads: of the native CPU backend; None: as many as torch uses. Without the native library it is the reference
     backend, and a warning says why; quantization is then a `ModelError`.
     """
-    from motet.kernels.cpu.library import ISA_VARIABLE, NoNativeLibrary, auto_dtype, open_library
+    from motet.kernels.cpu.library import (
+        ISA_VARIABLE,
+        NoNativeLibrary,
+        auto_dtype,
+        build_is_named,
+        open_library,
+    )
     from motet.kernels.cpu.ops import CpuOps
     from motet.kernels.reference import ReferenceOps
 
@@ -347,9 +352,7 @@ def select_ops(
         ops: Ops = ReferenceOps(torch.device("cpu"), dtypes.get(dtype, torch.float32))
         ops.why = str(why)
         return ops
-    reasons = [
-        "MOTET_CPU_ISA names it" if os.environ.get(ISA_VARIABLE) else "the best build for this processor"
-    ]
+    reasons = [f"{ISA_VARIABLE} names it" if build_is_named() else "the best build for this processor"]
     if dtype == "auto":
         dtype, reason = auto_dtype(isa)
         reasons.append(f"dtype auto is {dtype}: {reason}")

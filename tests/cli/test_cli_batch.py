@@ -275,35 +275,6 @@ def test_a_full_disk_is_said_in_one_line_and_the_next_start_goes_on(tiny_folder,
     assert sorted(r["id"] for r in read_lines(target)) == list(range(30))
 
 
-def test_a_dead_engine_stops_the_batch_and_its_lines_stay_to_be_answered(tiny_folder, tmp_path, monkeypatch):
-    source = write_lines(tmp_path / "in.jsonl", *(request(i) for i in range(30)))
-    target = tmp_path / "out.jsonl"
-    with monkeypatch.context() as patch:
-        patch.setattr(EngineLoop, "_step", fail_at(5, EngineLoop._step))
-        done = batch(source, target, tiny_folder)
-    assert done.exit_code == 1
-    assert "EngineDead: " in done.output
-    assert all("error" not in result for result in read_lines(target))
-    assert batch(source, target, tiny_folder).exit_code == 0
-    assert sorted(r["id"] for r in read_lines(target)) == list(range(30))
-
-
-def test_an_engine_that_dies_between_two_results_is_named_too(tiny_folder, tmp_path, monkeypatch):
-    def dead(engine):
-        raise EngineDead(RuntimeError("a step"))
-
-    source = write_lines(tmp_path / "in.jsonl", *(request(i) for i in range(30)))
-    target = tmp_path / "out.jsonl"
-    with monkeypatch.context() as patch:
-        patch.setattr(AsyncEngine, "stats", dead)
-        done = batch(source, target, tiny_folder)
-    assert done.exit_code == 1
-    assert "EngineDead: " in done.output
-    assert all("error" not in result for result in read_lines(target))
-    assert batch(source, target, tiny_folder).exit_code == 0
-    assert sorted(r["id"] for r in read_lines(target)) == list(range(30))
-
-
 def fail_at(call: int, function):
     calls = itertools.count(1)
 
@@ -313,6 +284,30 @@ def fail_at(call: int, function):
         return function(*args)
 
     return wrapped
+
+
+def dead(engine):
+    raise EngineDead(RuntimeError("a step"))
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "fault"),
+    [(EngineLoop, "_step", fail_at(5, EngineLoop._step)), (AsyncEngine, "stats", dead)],
+    ids=["within a step", "between two results"],
+)
+def test_a_dead_engine_stops_the_batch_and_its_lines_stay_to_be_answered(
+    tiny_folder, tmp_path, monkeypatch, place, name, fault
+):
+    source = write_lines(tmp_path / "in.jsonl", *(request(i) for i in range(30)))
+    target = tmp_path / "out.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, fault)
+        done = batch(source, target, tiny_folder)
+    assert done.exit_code == 1
+    assert "EngineDead: " in done.output
+    assert all("error" not in result for result in read_lines(target))
+    assert batch(source, target, tiny_folder).exit_code == 0
+    assert sorted(r["id"] for r in read_lines(target)) == list(range(30))
 
 
 def test_every_line_of_results_is_utf_8(tiny_folder, tmp_path):

@@ -143,21 +143,14 @@ MOTET_API void motet_pack_q8_0(Threads* threads, const void* blocks, int64_t col
 }
 
 // Blocks become floats, in their order. On the calling thread alone, so that many may expand tensors side by side.
-MOTET_API void motet_expand_q4_0_f32(Threads*, const void* blocks, int64_t count, float* to) {
-  expand<Q4_0>(blocks, count, to);
-}
-MOTET_API void motet_expand_q4_0_bf16(Threads*, const void* blocks, int64_t count, bf16* to) {
-  expand<Q4_0>(blocks, count, to);
-}
-MOTET_API void motet_expand_q4_1_f32(Threads*, const void* blocks, int64_t count, float* to) {
-  expand<Q4_1>(blocks, count, to);
-}
-MOTET_API void motet_expand_q4_1_bf16(Threads*, const void* blocks, int64_t count, bf16* to) {
-  expand<Q4_1>(blocks, count, to);
-}
-MOTET_API void motet_expand_q8_0_f32(Threads*, const void* blocks, int64_t count, float* to) {
-  expand<Q8_0>(blocks, count, to);
-}
-MOTET_API void motet_expand_q8_0_bf16(Threads*, const void* blocks, int64_t count, bf16* to) {
-  expand<Q8_0>(blocks, count, to);
-}
+#define MOTET_EXPAND(BLOCK, NAME, T, SUFFIX)                                                                     \
+  MOTET_API void motet_expand_##NAME##_##SUFFIX(Threads*, const void* blocks, int64_t count, T* to) {            \
+    expand<BLOCK>(blocks, count, to);                                                                            \
+  }
+
+MOTET_EXPAND(Q4_0, q4_0, float, f32)
+MOTET_EXPAND(Q4_0, q4_0, bf16, bf16)
+MOTET_EXPAND(Q4_1, q4_1, float, f32)
+MOTET_EXPAND(Q4_1, q4_1, bf16, bf16)
+MOTET_EXPAND(Q8_0, q8_0, float, f32)
+MOTET_EXPAND(Q8_0, q8_0, bf16, bf16)

@@ -132,8 +132,13 @@ def cpu_backend() -> str:
         isa = choose()
     except NoNativeLibrary as why:
         return f"reference (torch): {why}"
-    forced = f", as {ISA_VARIABLE} says" if os.environ.get(ISA_VARIABLE) else ""
-    return f"cpu ({isa}){forced}; usable here: {', '.join(usable_isas())}"
+    named = f", as {ISA_VARIABLE} says" if build_is_named() else ""
+    return f"cpu ({isa}){named}; usable here: {', '.join(usable_isas())}"
+
+
+def build_is_named() -> bool:
+    """Whether MOTET_CPU_ISA, not the processor, decides which build `choose` takes."""
+    return bool(os.environ.get(ISA_VARIABLE))
 
 
 def choose(isa: str | None = None) -> str:

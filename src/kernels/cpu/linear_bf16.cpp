@@ -32,10 +32,9 @@ struct Product {
 
 // Rows of `inner` floats as bf16, with a 0 behind an odd number of them.
 void round_rows(Threads& threads, const float* x, int64_t rows, int64_t inner, bf16* rounded) {
-  constexpr int64_t kNumbersInPart = 1 << 14;  // 1 to 2 µs
-  const int64_t depth = inner + inner % kPair, step = std::max<int64_t>(1, kNumbersInPart / std::max<int64_t>(1, depth));
-  threads.run((rows + step - 1) / step, [&](int64_t part) {
-    for (int64_t row = part * step; row < std::min(rows, (part + 1) * step); row++) {
+  const int64_t depth = inner + inner % kPair;
+  for_row_runs(threads, rows, inner, [&](int64_t row, int64_t last) {
+    for (; row < last; row++) {
       const float* from = x + row * inner;
       bf16* to = rounded + row * depth;
       int64_t k = 0;

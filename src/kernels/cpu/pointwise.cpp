@@ -12,17 +12,8 @@
 namespace motet {
 namespace {
 
-// Numbers that are worth a part of their own, one to some microseconds: moved and summed, or put through an exponential.
-constexpr int64_t kLightPart = 16384;
+// As `kLightPart`, of numbers that are put through an exponential.
 constexpr int64_t kHeavyPart = 4096;
-
-// body(first, last) over all rows, several together where they are short.
-template <class Body>
-void for_rows(Threads& threads, int64_t rows, int64_t size, const Body& body) {
-  const int64_t step = std::max<int64_t>(1, kLightPart / std::max<int64_t>(1, size));
-  threads.run((rows + step - 1) / step,
-              [&](int64_t part) { body(part * step, std::min(rows, (part + 1) * step)); });
-}
 
 // to(i) = f(i) for the places [0, count), a vector at a time: f(i, n) gives the vector of the places [i, i + n).
 template <class F>
@@ -101,7 +92,7 @@ using namespace motet;
 
 MOTET_API void motet_rms_norm(Threads* threads, const float* x, const float* weight, int64_t rows, int64_t size,
                               float eps, float* y) {
-  for_rows(*threads, rows, size, [=](int64_t first, int64_t last) {
+  for_row_runs(*threads, rows, size, [=](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; row++) norm(x + row * size, weight, size, eps, y + row * size);
   });
 }
@@ -109,7 +100,7 @@ MOTET_RECORDABLE(motet_rms_norm)
 
 MOTET_API void motet_add_rms_norm(Threads* threads, const float* x, float* residual, const float* weight,
                                   int64_t rows, int64_t size, float eps, float* y) {
-  for_rows(*threads, rows, size, [=](int64_t first, int64_t last) {
+  for_row_runs(*threads, rows, size, [=](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; row++) {
       add(x + row * size, residual + row * size, size);
       norm(residual + row * size, weight, size, eps, y + row * size);
@@ -121,7 +112,7 @@ MOTET_RECORDABLE(motet_add_rms_norm)
 // In place, of each run of `size` numbers in the columns [first, last) of x [rows, stride].
 MOTET_API void motet_rms_norm_heads(Threads* threads, float* x, int64_t rows, int64_t stride, int64_t first,
                                     int64_t last, const float* weight, int64_t size, float eps) {
-  for_rows(*threads, rows, last - first, [=](int64_t row, int64_t end) {
+  for_row_runs(*threads, rows, last - first, [=](int64_t row, int64_t end) {
     for (; row < end; row++)
       for (float* head = x + row * stride + first; head < x + row * stride + last; head += size)
         norm(head, weight, size, eps, head);
@@ -157,7 +148,7 @@ MOTET_RECORDABLE(motet_add_residual)
 
 MOTET_API void motet_take_rows(Threads* threads, const float* x, int64_t size, const int64_t* rows, int64_t count,
                                float* y) {
-  for_rows(*threads, count, size, [=](int64_t first, int64_t last) {
+  for_row_runs(*threads, count, size, [=](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) std::memcpy(y + i * size, x + rows[i] * size, size * sizeof(float));
   });
 }

@@ -99,10 +99,8 @@ struct QuantisedRows {
 
   // Each row by itself, whatever its company.
   void fill(Threads& threads, const float* x) const {
-    constexpr int64_t kNumbersInPart = 1 << 14;  // 1 to 2 µs
-    const int64_t step = std::max<int64_t>(1, kNumbersInPart / std::max<int64_t>(1, inner));
-    threads.run((rows + step - 1) / step, [&](int64_t part) {
-      for (int64_t row = part * step; row < std::min(rows, (part + 1) * step); row++)
+    for_row_runs(threads, rows, inner, [&](int64_t row, int64_t last) {
+      for (; row < last; row++)
         for (int64_t g = 0; g < groups; g++) fill_group(x + row * inner, row, g);
     });
   }

@@ -1,6 +1,5 @@
 #include "threads.h"
 
-#include <algorithm>
 #include <chrono>
 
 #include "abi.h"
@@ -37,12 +36,6 @@ inline void pause() {
   _mm_pause();
 #endif
 }
-
-constexpr uint64_t kPartMask = 0xfffff;
-
-inline int64_t next_part(uint64_t offer) { return (int64_t)(offer & kPartMask); }
-inline int64_t num_parts(uint64_t offer) { return (int64_t)(offer >> 20 & kPartMask); }
-inline bool has_part(uint64_t offer) { return next_part(offer) < num_parts(offer); }
 
 }  // namespace
 

@@ -1,6 +1,7 @@
 // A few threads that share out the parts of one op at a time; the calling thread works beside them.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -42,9 +43,12 @@ class Threads {
     int64_t first;
   };
 
-  // What is on offer, in one word, so that taking a part and learning that it exists is one act:
+  // What is on offer, in one word, so that taking parts and learning that they exist is one act:
   // generation << 40 | parts << 20 | next part.
   static constexpr int64_t kMostParts = (1 << 20) - 1;
+  static int64_t next_part(uint64_t offer) { return (int64_t)offer & kMostParts; }
+  static int64_t num_parts(uint64_t offer) { return (int64_t)(offer >> 20) & kMostParts; }
+  static bool has_part(uint64_t offer) { return next_part(offer) < num_parts(offer); }
 
   void share(int64_t parts, Job job);
   bool work_some();
@@ -59,5 +63,16 @@ class Threads {
   std::mutex mutex_;
   std::condition_variable wake_;
 };
+
+// Numbers, moved and summed, that are worth a part of their own: one to some microseconds.
+constexpr int64_t kLightPart = 1 << 14;
+
+// body(first, last) over all rows of `size` such numbers, several together where they are short.
+template <class Body>
+void for_row_runs(Threads& threads, int64_t rows, int64_t size, const Body& body) {
+  const int64_t step = std::max<int64_t>(1, kLightPart / std::max<int64_t>(1, size));
+  threads.run((rows + step - 1) / step,
+              [&](int64_t part) { body(part * step, std::min(rows, (part + 1) * step)); });
+}
 
 }  // namespace motet
