@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from torch import Tensor
 from motet.errors import ModelError
 
 logger = logging.getLogger("motet")
+
+T = TypeVar("T")
 
 LinearWeight = Any
 """A linear's weight or an embedding's table, packed; only the backend that packed it looks inside."""
@@ -105,6 +107,15 @@ class Ops(ABC):
         """
         return None
 
+    def start(self, step: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        """Has the ops that a step calls computed while the caller goes on: what it returns, and what waits for it.
+
+        Behind the steps started before. The step itself runs at once and may call ops and replays alone, since no
+        tensor of theirs holds anything before the wait is over. Other ops, and recording, are for when every step
+        that was started has been waited for.
+        """
+        return step(), lambda: None
+
     def arrays_of(self, plan: AttentionPlan | LoRAPlan) -> tuple[Tensor, ...]:
         """The arrays through which recorded ops see a step's plan: part of `record`'s inputs."""
         return ()
@@ -176,6 +187,13 @@ class Ops(ABC):
     @abstractmethod
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """x[rows]. x [T, H] A, rows [R] int64 -> [R, H] A."""
+
+    @abstractmethod
+    def fill_sampled(self, ids: Tensor, sampled: Tensor, source: Tensor) -> None:
+        """ids[i] = sampled[source[i]] where source[i] >= 0, in place: tokens that a step before has chosen.
+
+        ids, source [n] int64, sampled [R] int64.
+        """
 
     @abstractmethod
     def as_logits(self, y: Tensor, softcap: float | None = None) -> Tensor:
@@ -307,7 +325,7 @@ class Ops(ABC):
         p = softmax(logits / temperature) is cut to the top_k likeliest, of those to the smallest set of the
         likeliest whose share reaches top_p, of those to p >= min_p · max p; never to fewer than one (equals
         stand in the order of their ids). The draw is the first id at which the cumulative probability, in the
-        order of ids, exceeds uniform · total.
+        order of ids, exceeds uniform · total. A row with a NaN or an infinity above all gets some id.
         """
 
     @abstractmethod

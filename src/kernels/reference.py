@@ -98,6 +98,10 @@ class ReferenceOps(Ops):
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x[rows]
 
+    def fill_sampled(self, ids: Tensor, sampled: Tensor, source: Tensor) -> None:
+        is_there = source >= 0
+        ids[is_there] = sampled[source[is_there]]
+
     def as_logits(self, y: Tensor, softcap: float | None = None) -> Tensor:
         y = y.float()
         return y if softcap is None else (y / softcap).tanh_().mul_(softcap)

@@ -54,11 +54,12 @@ class Runtime:
 
 
 def build_runtime(
-    model: str | PathLike[str], config: EngineConfig, on_release: Callable[[Request], None], *, depth: int = 1
+    model: str | PathLike[str], config: EngineConfig, on_release: Callable[[Request], None], *, depth: int = 2
 ) -> Runtime:
     """Loads the model and makes everything around it, for the calling thread to drive.
 
-    Raises the model errors of `load_model`. `on_release` is called once for each request that has ended.
+    Raises the model errors of `load_model`. `on_release` is called once for each request that has ended. `depth`:
+    of `EngineCore`.
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)

@@ -41,6 +41,8 @@ class ForwardBatch:
     """R times (how to choose, which output token of its request it is)."""
     ruled: tuple[tuple[int, RequestRules], ...]
     """(which of the R rows, the rules for its logits), of those that have some."""
+    awaited: tuple[tuple[int, int], ...] = ()
+    """(which of the T tokens, the request whose token it is), of those that the step before this one samples."""
     prompt_rows: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
     """(request id, how many of the likeliest, the next tokens of that many rows of the P), in their order."""
 
@@ -117,11 +119,10 @@ class BatchBuilder:
         if asking:
             ranges = [np.arange(len(chunks[i].next_prompt_ids)) + cu_seqlens_q[i] for i in asking]
             logits_rows = np.concatenate([logits_rows, *ranges])
+        awaited = [i for i, chunk in enumerate(chunks) if chunk.token_ids[-1] == IN_FLIGHT]
         lora = LoRABatch(self._ops, self._arena, slots) if slots.max() >= 0 else None
         return ForwardBatch(
-            input_ids=torch.tensor(
-                [t for row, chunk in zip(rows, chunks, strict=True) for t in _ids(row, chunk)]
-            ),
+            input_ids=torch.tensor([token_id for chunk in chunks for token_id in chunk.token_ids]),
             positions=torch.from_numpy(positions),
             slot_mapping=torch.from_numpy(blocks * self._block_size + positions % self._block_size),
             attention={w: self._ops.plan_attention(*sequences, window=w) for w in self._windows},
@@ -131,11 +132,17 @@ class BatchBuilder:
             request_ids=tuple(chunks[i].request_id for i in sampled),
             sampling=tuple((rows[i].sampling, chunks[i].output_index) for i in sampled),
             ruled=tuple((r, own) for r, own in enumerate(rules) if own is not None),
+            awaited=tuple((int(cu_seqlens_q[i + 1]) - 1, chunks[i].request_id) for i in awaited),
             prompt_rows=tuple(
                 (chunks[i].request_id, rows[i].sampling.prompt_logprobs or 0, chunks[i].next_prompt_ids)
                 for i in asking
             ),
         )
+
+    def fill_awaited(self, batch: ForwardBatch) -> None:
+        """Puts the tokens in that the step before has sampled, once they are noted."""
+        for i, request_id in batch.awaited:
+            batch.input_ids[i] = self._rows[request_id].last_token_id
 
     def note_sampled(self, request_id: int, token_id: int) -> None:
         """Remembers a request's newest token: a plan may name it only as in flight, and rules look at it."""
@@ -157,9 +164,3 @@ class BatchBuilder:
         (new_ids,) = chunk.new_block_ids
         self._block_tables[row.index, row.num_blocks : row.num_blocks + len(new_ids)] = new_ids
         row.num_blocks += len(new_ids)
-
-
-def _ids(row: _Row, chunk: Chunk) -> tuple[int, ...]:
-    if chunk.token_ids[-1] == IN_FLIGHT:
-        return (*chunk.token_ids[:-1], row.last_token_id)
-    return chunk.token_ids

@@ -10,8 +10,8 @@ from motet.kernels.ops import KVCache, Ops, Replay
 from motet.runtime.forward_batch import ForwardBatch
 from motet.runtime.models.base import CausalLM
 
-Shape = tuple[int, bool]
-"""(T, whether rows have adapters): what the calls of a step depend on in which every row has its logits computed."""
+Shape = tuple[int, int, bool]
+"""(T, rows with logits, whether rows have adapters): what a step's calls depend on."""
 
 MAX_ROWS = 64
 """Steps of more rows run op by op: what lies between ops is little beside them."""
@@ -31,12 +31,16 @@ class RecordedSteps:
         self._seen: set[Shape] = set()
         self._replays: dict[Shape, Replay | None] = {}
 
+    def replays(self, batch: ForwardBatch) -> bool:
+        """Whether the batch's step is a recorded one."""
+        return self._replays.get(_shape(batch)) is not None
+
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """Logits [R, V] float32, valid until the next step."""
         rows = len(batch.input_ids)
         if rows > MAX_ROWS or len(batch.logits_rows) != rows:
             return self._forward(batch)
-        shape = (rows, batch.lora is not None)
+        shape = _shape(batch)
         if shape not in self._seen:
             self._seen.add(shape)
             return self._forward(batch)
@@ -47,3 +51,7 @@ class RecordedSteps:
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         return self._model.forward(batch, self._kv_caches)
+
+
+def _shape(batch: ForwardBatch) -> Shape:
+    return len(batch.input_ids), len(batch.logits_rows), batch.lora is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,56 @@ Row = tuple[SamplingSpec, int]
 _NOT_FINITE = "the model's logits are not finite; are the adapter's weights sound?"
 
 
+class Choice(NamedTuple):
+    """What R rows of logits have led to, once the ops are done."""
+
+    token_ids: Tensor
+    """[R] int64."""
+    finite: Tensor
+    """[R] bool: whether all of the row's logits are."""
+    logprobs: tuple[Tensor, Tensor, Tensor] | None
+    """As `Ops.logprobs` gives them, of the rows that ask for some, in order; None: none does."""
+
+
+def is_plain(rows: Sequence[Row], ruled: Sequence[tuple[int, RequestRules]]) -> bool:
+    """Whether nothing changes the logits before tokens are chosen, so that `choose` alone will do."""
+    return not ruled and not _early(rows)
+
+
+def choose(ops: Ops, logits: Tensor, rows: Sequence[Row], possible: Tensor | None = None) -> Choice:
+    """One token for each row of logits [R, V] float32, by ops alone: none of them waits for another's result.
+
+    possible: the same logits changed by rules; None: nothing has changed them.
+    """
+    token_ids, finite = ops.greedy(logits)
+    if possible is not None or any(spec.temperature for spec, _ in rows):
+        token_ids = ops.sample(logits if possible is None else possible, _sampling_rows(ops, rows))
+    asking = [i for i, (spec, _) in enumerate(rows) if spec.logprobs is not None]
+    if not asking:
+        return Choice(token_ids, finite, None)
+    index = torch.from_numpy(np.array(asking))
+    of_asking = torch.empty_like(index)
+    ops.fill_sampled(of_asking, token_ids, index)
+    most = max(rows[i][0].logprobs or 0 for i in asking)
+    return Choice(token_ids, finite, ops.logprobs(ops.take_rows(logits, index), of_asking, most))
+
+
+def samples_of(choice: Choice, rows: Sequence[Row]) -> list[Sample | RequestFailed]:
+    """What a choice means for each row: a token, or why it has none."""
+    token_ids = choice.token_ids.tolist()
+    samples: list[Sample | RequestFailed] = [Sample(token_id) for token_id in token_ids]
+    if choice.logprobs is not None:
+        asking = [(i, spec.logprobs) for i, (spec, _) in enumerate(rows) if spec.logprobs is not None]
+        columns = (column.tolist() for column in choice.logprobs)
+        for (i, k), own, ids, values in zip(asking, *columns, strict=True):
+            top = dict(zip(ids[:k], values[:k], strict=True))
+            samples[i] = Sample(token_ids[i], own, top | {token_ids[i]: own})
+    for i, is_finite in enumerate(choice.finite.tolist()):
+        if not is_finite:
+            samples[i] = RequestFailed(_NOT_FINITE)
+    return samples
+
+
 def sample(
     ops: Ops, logits: Tensor, rows: Sequence[Row], ruled: Sequence[tuple[int, RequestRules]] = ()
 ) -> list[Sample | RequestFailed]:
@@ -27,29 +78,27 @@ def sample(
 
     `ruled`: the rules of the rows that have some, by index, in order.
     """
-    likeliest, finite = ops.greedy(logits)
-    is_finite = finite.tolist()
-    sound = logits if all(is_finite) else logits.masked_fill(~finite[:, None], 0.0)
+    if is_plain(rows, ruled):
+        return samples_of(choose(ops, logits, rows), rows)
+    _, finite = ops.greedy(logits)
+    sound = logits.masked_fill(~finite[:, None], 0.0)
     possible = _without_early_ends(sound, rows)
-    faults = {i: RequestFailed(_NOT_FINITE) for i, fine in enumerate(is_finite) if not fine}
-    if ruled:
-        possible, of_rules = apply_rules(possible, [(i, rules) for i, rules in ruled if is_finite[i]])
-        faults |= of_rules
-    if possible is logits and not any(spec.temperature for spec, _ in rows):
-        chosen = likeliest
-    else:
-        chosen = ops.sample(possible, _sampling_rows(ops, rows))
-    samples: list[Sample | RequestFailed] = [Sample(token_id) for token_id in chosen.tolist()]
-    for i, with_logprobs in _with_logprobs(ops, sound, chosen, rows).items():
-        samples[i] = with_logprobs
+    possible, faults = apply_rules(possible, [(i, rules) for i, rules in ruled if finite[i]])
+    choice = choose(ops, sound, rows, possible)
+    samples = samples_of(choice._replace(finite=finite), rows)
     for i, fault in faults.items():
         samples[i] = fault
     return samples
 
 
+def _early(rows: Sequence[Row]) -> list[int]:
+    """Those before which fewer than `min_tokens` tokens stand."""
+    return [i for i, (spec, index) in enumerate(rows) if index < spec.min_tokens and spec.end_token_ids]
+
+
 def _without_early_ends(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Makes end tokens impossible while fewer than `min_tokens` tokens stand before the chosen one."""
-    early = [i for i, (spec, index) in enumerate(rows) if index < spec.min_tokens and spec.end_token_ids]
+    """Makes end tokens impossible in early rows."""
+    early = _early(rows)
     if early:
         logits = logits.clone()
         ends = [rows[i][0].end_token_ids for i in early]
@@ -88,18 +137,3 @@ def prompt_logprobs(
     own, top_ids, top = ops.logprobs(logits, torch.tensor(token_ids), k)
     per_row = zip(token_ids, own.tolist(), top_ids.tolist(), top.tolist(), strict=True)
     return tuple(dict(zip(ids, values, strict=True)) | {t: of_t} for t, of_t, ids, values in per_row)
-
-
-def _with_logprobs(ops: Ops, logits: Tensor, chosen: Tensor, rows: Sequence[Row]) -> dict[int, Sample]:
-    """The samples of the rows that ask for log-probabilities: of the model's own distribution."""
-    asking = [(i, spec.logprobs) for i, (spec, _) in enumerate(rows) if spec.logprobs is not None]
-    if not asking:
-        return {}
-    index = torch.tensor([i for i, _ in asking])
-    of_chosen, top_ids, top = ops.logprobs(logits[index], chosen[index], max(k for _, k in asking))
-    samples = {}
-    for (i, k), token_id, own, ids, values in zip(
-        asking, chosen[index].tolist(), of_chosen.tolist(), top_ids.tolist(), top.tolist(), strict=True
-    ):
-        samples[i] = Sample(token_id, own, dict(zip(ids[:k], values[:k], strict=True)) | {token_id: own})
-    return samples

@@ -270,6 +270,10 @@ class _Handle:
     runner: FakeRunner
     step_result: StepResult
     named_blocks: set[int]
+    runs: bool
+
+    def wait(self) -> None:
+        self.runner.waited.append(self)
 
     def result(self) -> StepResult:
         assert self.runner.in_flight.popleft() is self, (
@@ -291,6 +295,9 @@ class FakeRunner:
         self.rows: dict[int, _Row] = {}
         self.plans: list[SchedulerOutput] = []
         self.in_flight: deque[_Handle] = deque()
+        self.runs: Callable[[SchedulerOutput], bool] = lambda plan: True
+        """Which plans are computed by themselves."""
+        self.waited: list[_Handle] = []
         self.faults: dict[int, RequestFailed] = {}
         """Requests to report as faulty in the next plan that names them."""
         self.cells_read_from: dict[int, set[int]] = {}
@@ -330,7 +337,7 @@ class FakeRunner:
             elif chunk.output_index >= 0:
                 samples[chunk.request_id] = (self._sample(chunk),)
         named = {block_id for chunk in plan.chunks for block_id in self.rows[chunk.request_id].block_ids}
-        handle = _Handle(self, StepResult(samples, faults, of_prompts), named)
+        handle = _Handle(self, StepResult(samples, faults, of_prompts), named, self.runs(plan))
         self.in_flight.append(handle)
         return handle
 

@@ -21,9 +21,12 @@ def test_so_many_plans_are_in_flight_while_one_is_taken_in(depth: int) -> None:
     assert (len(runner.plans), len(runner.in_flight)) == (depth + 1, depth - 1)
 
 
+@pytest.mark.parametrize("all_run", [True, False])
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_the_depth_changes_no_token(depth: int) -> None:
-    core, _ = make_core(scheduler := make_scheduler(num_blocks=8, block_size=2), depth=depth)
+def test_the_depth_changes_no_token(depth: int, all_run: bool) -> None:
+    core, runner = make_core(scheduler := make_scheduler(num_blocks=8, block_size=2), depth=depth)
+    if not all_run:
+        runner.runs = has_no_prompt
     requests = [make_request((i, i + 1), request_id=i, max_tokens=7) for i in range(5)]
     for request in requests:
         scheduler.add(request)
@@ -31,6 +34,36 @@ def test_the_depth_changes_no_token(depth: int) -> None:
     for request in requests:
         tokens = [d.sample.token_id for d in deltas if d.request is request and d.sample is not None]
         assert (tokens, request.finish_reason) == solo_run(request)
+
+
+def has_no_prompt(plan: SchedulerOutput) -> bool:
+    return not plan.new
+
+
+def test_nothing_is_planned_behind_a_plan_that_waits_for_its_turn() -> None:
+    core, runner = make_core(scheduler := make_scheduler(), depth=2)
+    runner.runs = has_no_prompt
+    scheduler.add(make_request(request_id=0, max_tokens=20))
+    core.step()
+    assert (len(runner.plans), len(runner.in_flight)) == (1, 0)
+    core.step()
+    assert (len(runner.plans), len(runner.in_flight)) == (3, 1)
+    scheduler.add(make_request(request_id=1, max_tokens=20))
+    core.step()
+    assert (len(runner.plans), runner.in_flight[-1].runs) == (4, False)
+    core.step()
+    assert (len(runner.plans), len(runner.in_flight)) == (4, 0), "its result comes before the next plan"
+    run_until_done(core)
+    assert len(runner.waited) == 0
+
+
+def test_what_runs_is_waited_for_before_all_is_abandoned() -> None:
+    core, runner = make_core(scheduler := make_scheduler(), depth=2)
+    scheduler.add(make_request(max_tokens=20))
+    core.step()
+    core.abandon(FinishReason.ABORT, lambda: EngineClosed("closed"))
+    assert runner.waited == list(runner.in_flight)
+    assert len(runner.waited) == 1
 
 
 def test_a_plan_names_tokens_that_the_one_before_it_will_bring() -> None:

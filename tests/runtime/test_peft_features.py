@@ -106,7 +106,7 @@ def peft_logits(base: LlamaForCausalLM, folder: Path | None, ids: list[int], las
 
 
 def mixed_logits(
-    runtime: Runtime, names: list[str | None], monkeypatch: pytest.MonkeyPatch
+    runtime: Runtime, names: list[str | None], steps: list[dict[int, Tensor]]
 ) -> list[tuple[Request, Tensor]]:
     """Each request with its logits of four steps, all requests side by side in each."""
     requests = []
@@ -121,15 +121,6 @@ def mixed_logits(
         request.set_prompt([3 + (7 * i * (row + 1)) % 250 for i in range(5 + row)], None)
         runtime.core.scheduler.add(request)
         requests.append(request)
-    runner = runtime.core._runner
-    steps: list[dict[int, Tensor]] = []
-
-    def forward(batch, real=runner._steps):
-        logits = real(batch)
-        steps.append(dict(zip(batch.request_ids, logits.clone(), strict=True)))
-        return logits
-
-    monkeypatch.setattr(runner, "_steps", forward)
     while runtime.core.has_work:
         runtime.core.step()
     assert [len(step) for step in steps] == [len(names)] * 4
@@ -139,7 +130,7 @@ def mixed_logits(
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_case_14_every_feature_in_one_batch_has_pefts_logits(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, logits_of_steps: list[dict[int, Tensor]]
 ) -> None:
     save_tiny_model(tmp_path / "model", **MODELS[kind])
     base = LlamaForCausalLM.from_pretrained(tmp_path / "model").eval()
@@ -159,7 +150,7 @@ def test_case_14_every_feature_in_one_batch_has_pefts_logits(
     runtime.adapter_loader.run_jobs()
     runtime.adapters.check_integrity()
     wrong = {}
-    for request, ours in mixed_logits(runtime, list(folders), monkeypatch):
+    for request, ours in mixed_logits(runtime, list(folders), logits_of_steps):
         name = None if request.adapter is None else request.adapter.name
         ids = request.token_ids
         theirs = peft_logits(base, folders[name], ids[:-1], 4)

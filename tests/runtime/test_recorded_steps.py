@@ -13,11 +13,12 @@ from torch import Tensor
 
 from motet.config import EngineConfig
 from motet.kernels.cpu.library import usable_isas
+from motet.kernels.cpu.ops import CpuOps
 from motet.params import SamplingParams
 from motet.runtime import recorded_steps
 from motet.runtime.build import Runtime, build_runtime
 from motet.runtime.recorded_steps import RecordedSteps
-from motet.runtime.request import Request
+from motet.runtime.scheduler_output import Sample
 from tests.runtime.models.tiny_models import FAMILIES, make_hf_model, save_folder
 
 needs_library = pytest.mark.skipif(not usable_isas(), reason="no C++ compiler at installation")
@@ -94,16 +95,28 @@ def test_steps_of_many_rows_are_not_recorded() -> None:
     assert [steps(batch(rows)) for _ in range(3)] == ["forward"] * 3
 
 
-def run(folder: Path, **config: Any) -> tuple[list[list[int]], Runtime]:
+KINDS: dict[str, list[dict[str, Any]]] = {
+    "chosen by ops alone": [
+        {},
+        {"temperature": 1.0, "seed": 7},
+        {"logprobs": 2},
+        {"top_p": 0.9, "temperature": 0.7},
+    ],
+    "under rules": [{"logit_bias": {3: 0.1}, "logprobs": 1}, {"min_tokens": 4}],
+}
+
+
+def run(folder: Path, kind: str, **config: Any) -> tuple[list[list[Sample]], Runtime]:
     runtime = build_runtime(
         folder,
         EngineConfig(kv_cache_bytes=4 << 20, max_model_len=256, threads=2, **config),
         lambda request: None,
     )
-    requests: list[Request] = []
+    samples: dict[int, list[Sample]] = {}
     for i in range(5):  # of lengths that end one after another: five shapes
+        params = KINDS[kind][i % len(KINDS[kind])]
         request = runtime.intake.make_request(
-            SamplingParams(max_tokens=8 + 4 * i, ignore_eos=True, logit_bias={3: 0.1}),
+            SamplingParams(max_tokens=8 + 4 * i, ignore_eos="min_tokens" not in params, **params),
             tenant="t",
             adapter=None,
             priority=0,
@@ -111,22 +124,30 @@ def run(folder: Path, **config: Any) -> tuple[list[list[int]], Runtime]:
         )
         request.set_prompt([3 + (5 * i + j) % 80 for j in range(10 + i)], None)
         runtime.core.scheduler.add(request)
-        requests.append(request)
+        samples[request.request_id] = []
     while runtime.core.has_work:
-        runtime.core.step()
-    return [request.token_ids for request in requests], runtime
+        for delta in runtime.core.step():
+            assert delta.sample is not None
+            samples[delta.request.request_id].append(delta.sample)
+    return list(samples.values()), runtime
 
 
 @needs_library
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_of_every_family_is_replayed_and_says_the_same(
-    family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_folder(make_hf_model(family), tmp_path)
-    replayed, runtime = run(folder, dtype=dtype)
+    started: list[object] = []
+    monkeypatch.setattr(
+        CpuOps, "start", lambda ops, step, real=CpuOps.start: started.append(step) or real(ops, step)
+    )
+    replayed, runtime = run(folder, kind, dtype=dtype)
+    assert (len(started) > 10) == (kind == "chosen by ops alone"), "those are left to the library"
     replays = runtime.core._runner._steps._replays  # type: ignore[attr-defined]
     assert {shape[0] for shape in replays} >= {1, 2, 3, 4, 5}
     assert None not in replays.values(), "something of the step is no op"
     monkeypatch.setattr(recorded_steps, "MAX_ROWS", 0)
-    assert run(folder, dtype=dtype)[0] == replayed
+    assert run(folder, kind, dtype=dtype)[0] == replayed

@@ -264,7 +264,7 @@ async def test_case_24_a_dead_engine_ends_all_answers_once(
         stream = engine.stream(PROMPT, sampled(4, 400))
         await stream.__anext__()
         runner = engine._running()[1].core._runner
-        monkeypatch.setattr(runner, "_steps", lambda batch: 1 / 0)
+        monkeypatch.setattr(runner, "submit", lambda plan: 1 / 0)
         for _ in range(2):
             with pytest.raises(EngineDead):
                 await stream.result()

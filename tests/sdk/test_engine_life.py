@@ -254,7 +254,7 @@ async def test_case_24_a_step_that_fails_for_all_ends_all_and_the_engine_can_sta
     def fail(*_):
         raise ZeroDivisionError("step k")
 
-    runner._steps = fail
+    runner.submit = fail
     start = time.monotonic()
     for stream in streams:
         with pytest.raises(EngineDead, match="step k") as caught:

@@ -128,7 +128,7 @@ async def test_a_failure_is_an_error_and_an_early_leave_is_none(tiny_folder: Pat
     def fail(*_: object) -> None:
         raise ZeroDivisionError("step k")
 
-    engine._running()[1].core._runner._steps = fail
+    engine._running()[1].core._runner.submit = fail
     with pytest.raises(EngineDead):
         await stream.result()
     await engine.aclose()

@@ -54,6 +54,7 @@ _OPS: Mapping[str, str] = MappingProxyType(
         "scale": "pif",
         "add_residual": "ppi",
         "take_rows": "pipip",
+        "fill_sampled": "pppi",
         "softcap": "pif",
         "greedy": "piipp",
         "uniform": "pppiip",
@@ -172,7 +173,12 @@ def open_library(isa: str | None = None) -> tuple[str, ctypes.CDLL]:
     for name, parameters in _OPS.items():
         function = getattr(library, f"motet_{name}")
         function.argtypes, function.restype = (handle, *(_KINDS[p] for p in parameters)), None
-    library.motet_replay.argtypes, library.motet_replay.restype = (handle, handle, ctypes.c_int64), None
+    number = ctypes.c_int64
+    library.motet_replay.argtypes, library.motet_replay.restype = (handle, handle, number), None
+    library.motet_queue_new.argtypes, library.motet_queue_new.restype = (handle,), handle
+    library.motet_queue_delete.argtypes, library.motet_queue_delete.restype = (handle,), None
+    library.motet_queue_push.argtypes, library.motet_queue_push.restype = (handle, handle, number), number
+    library.motet_queue_wait.argtypes, library.motet_queue_wait.restype = (handle, number), None
     return isa, library
 
 
@@ -182,7 +188,14 @@ class Threads:
     def __init__(self, library: ctypes.CDLL, count: int) -> None:
         """count: the caller included."""
         self.handle: int = library.motet_threads_new(count)
-        finalize(self, library.motet_threads_delete, self.handle)
+        self.queue: int = library.motet_queue_new(self.handle)
+        """A caller beside Python: see replay.cpp."""
+        finalize(self, _end_threads, library, self.handle, self.queue)
+
+
+def _end_threads(library: ctypes.CDLL, threads: int, queue: int) -> None:
+    library.motet_queue_delete(queue)
+    library.motet_threads_delete(threads)
 
 
 def _file(isa: str) -> Path:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,11 +17,13 @@ from motet.kernels.cpu.attention import PagedAttentionPlan, PagedKV
 from motet.kernels.cpu.library import NATIVE_BF16, Threads
 from motet.kernels.cpu.lora import CpuLoRA
 from motet.kernels.cpu.memory import HugePages
-from motet.kernels.cpu.recording import Argument, NotRecordable, Program, Recording, Watch
+from motet.kernels.cpu.recording import Argument, Deferred, NotRecordable, Program, Recording, Watch
 from motet.kernels.cpu.weights import FORMATS, INT4_GROUP, INT8_GROUP, PackedWeight, fits_int4
 from motet.kernels.ops import BLOCK, Blocks, LoRASlices, Ops, Quantization, Replay, SamplingRows
 
 logger = logging.getLogger("motet")
+
+T = TypeVar("T")
 
 
 class CpuOps(Ops):
@@ -42,11 +47,17 @@ class CpuOps(Ops):
         self._threads = Threads(library, threads)
         self._memory = HugePages()
         self._recording: Recording | None = None
+        self._deferred: Deferred | None = None
+        self._queued: deque[tuple[int, object]] = deque()
+        """What the queue may be at, by number: it must find all that it reads and writes, whoever lets go of it."""
         self._arena = torch.empty(0, dtype=torch.uint8)
         """Where programs keep their tensors between ops; only one runs at a time."""
 
     def _run(self, op: str, *arguments: Argument) -> None:
         """Calls an op of the library; a tensor, contiguous, stands for its address, None for no address."""
+        if self._deferred is not None:
+            self._deferred.call(op, arguments)
+            return
         if self._recording is not None:
             self._recording.calls.append((op, arguments))
         function = getattr(self._library, f"motet_{op}")
@@ -66,7 +77,31 @@ class CpuOps(Ops):
         program = Program(self._library, recording, inputs, output)
         if program.arena_bytes > len(self._arena):
             self._arena = torch.empty(program.arena_bytes, dtype=torch.uint8)
-        return lambda inputs: program.run(self._threads, inputs, self._arena)
+        return partial(self._replay, program)
+
+    def _replay(self, program: Program, inputs: Sequence[Tensor]) -> Tensor:
+        words, result = program.on(inputs, self._arena)
+        if self._deferred is not None:
+            self._deferred.add(words, program.num_calls, (inputs, result))
+        else:
+            self._library.motet_replay(self._threads.handle, words.ctypes.data, program.num_calls)
+        return result
+
+    def start(self, step: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        deferred = self._deferred = Deferred(self._library)
+        try:
+            result = step()
+        finally:
+            self._deferred = None
+        program = deferred.program()
+        number = self._library.motet_queue_push(self._threads.queue, program.ctypes.data, deferred.num_calls)
+        self._queued.append((number, (program, deferred, step)))
+        return result, partial(self._wait, number)
+
+    def _wait(self, number: int) -> None:
+        self._library.motet_queue_wait(self._threads.queue, number)
+        while self._queued and self._queued[0][0] <= number:
+            self._queued.popleft()
 
     def arrays_of(self, plan: PagedAttentionPlan | CpuLoRA) -> tuple[Tensor, ...]:
         return (plan.header,)
@@ -167,6 +202,9 @@ class CpuOps(Ops):
         y = torch.empty(len(rows), x.shape[1])
         self._run("take_rows", x.contiguous(), x.shape[1], rows, len(rows), y)
         return y
+
+    def fill_sampled(self, ids: Tensor, sampled: Tensor, source: Tensor) -> None:
+        self._run("fill_sampled", ids, sampled, source, len(ids))
 
     def as_logits(self, y: Tensor, softcap: float | None = None) -> Tensor:
         if softcap is not None:

@@ -154,6 +154,13 @@ MOTET_API void motet_take_rows(Threads* threads, const float* x, int64_t size, c
 }
 MOTET_RECORDABLE(motet_take_rows)
 
+MOTET_API void motet_fill_sampled(Threads*, int64_t* ids, const int64_t* sampled, const int64_t* source,
+                                  int64_t count) {
+  for (int64_t i = 0; i < count; i++)
+    if (source[i] >= 0) ids[i] = sampled[source[i]];
+}
+MOTET_RECORDABLE(motet_fill_sampled)
+
 // cap * tanh(x / cap), in place (arXiv 2408.00118).
 MOTET_API void motet_softcap(Threads* threads, float* x, int64_t count, float cap) {
   map_flat(*threads, x, count,

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from motet.kernels.cpu.library import Threads
-
 Argument = Tensor | int | float | None
+Words = NDArray[np.int64]
 
 ALIGNMENT = 64
 """Of the tensors between ops, in bytes: a cache line."""
@@ -66,16 +66,14 @@ class Program:
         self, library: ctypes.CDLL, recording: Recording, inputs: Sequence[Tensor], output: Tensor
     ) -> None:
         """inputs: what differs from step to step. output: of what was made, what `run` returns."""
-        self._library = library
-        self._num_calls = len(recording.calls)
+        self.num_calls = len(recording.calls)
         self._output = output.dtype, output.shape
         owners = _Owners(recording.made, inputs)
         words: list[int] = []
         places: dict[str, list[tuple[int, int, int]]] = {"made": [], "input": []}  # word, which, offset
         lifetimes: dict[int, tuple[int, int]] = {}
         for i, (op, arguments) in enumerate(recording.calls):
-            entry = getattr(library, f"motet_{op}_recorded")
-            words += [ctypes.cast(entry, ctypes.c_void_p).value or 0, len(arguments)]
+            words += [_entry(library, op), len(arguments)]
             for argument in arguments:
                 if isinstance(argument, Tensor):
                     kind, which, offset = owners.find(argument)
@@ -87,7 +85,7 @@ class Program:
         kind, last, offset = owners.find(output)
         if output.numel():
             assert kind == "made", "what the step returns was there before it"
-            lifetimes[last] = (lifetimes[last][0], self._num_calls)
+            lifetimes[last] = (lifetimes[last][0], self.num_calls)
         starts, self.arena_bytes = _lay_out(lifetimes, [owners.nbytes(tensor) for tensor in recording.made])
         self._words = np.array(words, dtype=np.int64)
         self._made = np.array([(word, starts[i] + at) for word, i, at in places["made"]]).reshape(-1, 2).T
@@ -95,19 +93,45 @@ class Program:
         self._output_start = starts.get(last, 0) + offset
         self._arena_address = 0
 
-    def run(self, threads: Threads, inputs: Sequence[Tensor], arena: Tensor) -> Tensor:
-        """The step on other inputs of the same shapes. arena [at least arena_bytes] uint8; the result lies in it."""
+    def on(self, inputs: Sequence[Tensor], arena: Tensor) -> tuple[Words, Tensor]:
+        """The step's calls on other inputs of the same shapes; its result, which lies in the arena when they are made.
+
+        arena [at least arena_bytes] uint8.
+        """
         if arena.data_ptr() != self._arena_address:
             self._arena_address = arena.data_ptr()
             word, start = self._made
             self._words[word] = self._arena_address + start
         addresses = np.array([tensor.data_ptr() for tensor in inputs], dtype=np.int64)
         word, which, offset = self._inputs
-        self._words[word] = addresses[which] + offset
-        self._library.motet_replay(threads.handle, self._words.ctypes.data, self._num_calls)
+        words = self._words.copy()  # the step before may still be at its own
+        words[word] = addresses[which] + offset
         dtype, shape = self._output
         end = self._output_start + shape.numel() * dtype.itemsize
-        return arena[self._output_start : end].view(dtype).view(shape)
+        return words, arena[self._output_start : end].view(dtype).view(shape)
+
+
+class Deferred:
+    """Calls that are to be made later, and what they must find: a program of the library's queue."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._words: list[Words] = []
+        self._kept: list[object] = []
+        self.num_calls = 0
+
+    def call(self, op: str, arguments: Sequence[Argument]) -> None:
+        words = [_entry(self._library, op), len(arguments), *map(_word, arguments)]
+        self.add(np.array(words, dtype=np.int64), 1, arguments)
+
+    def add(self, words: Words, num_calls: int, kept: object) -> None:
+        """kept: what they read and write."""
+        self._words.append(words)
+        self._kept.append(kept)
+        self.num_calls += num_calls
+
+    def program(self) -> Words:
+        return np.concatenate(self._words)
 
 
 class _Owners:
@@ -155,6 +179,11 @@ def _lay_out(lifetimes: dict[int, tuple[int, int]], sizes: Sequence[int]) -> tup
         living = sorted([*living, (start, start + needed, last)])
         size = max(size, start + needed)
     return starts, size
+
+
+def _entry(library: ctypes.CDLL, op: str) -> int:
+    """The address of an op's entry for recorded calls."""
+    return ctypes.cast(getattr(library, f"motet_{op}_recorded"), ctypes.c_void_p).value or 0
 
 
 def _word(argument: Argument) -> int:

@@ -336,12 +336,14 @@ MOTET_API void motet_greedy(Threads* threads, const float* logits, int64_t rows,
     finite[r] = check == 0;
   });
 }
+MOTET_RECORDABLE(motet_greedy)
 
 MOTET_API void motet_uniform(Threads*, const uint64_t* seeds, const uint64_t* positions, const uint64_t* choices,
                              int64_t purpose, int64_t count, double* numbers) {
   for (int64_t i = 0; i < count; i++)
     numbers[i] = (philox(seeds[i], positions[i], (uint32_t)choices[i], (uint32_t)purpose) >> 8) * 0x1p-24;
 }
+MOTET_RECORDABLE(motet_uniform)
 
 MOTET_API void motet_sample(Threads* threads, const float* logits, int64_t rows, int64_t size,
                             const double* temperature, const int64_t* top_k, const float* top_p, const float* min_p,
@@ -351,11 +353,12 @@ MOTET_API void motet_sample(Threads* threads, const float* logits, int64_t rows,
     float check = 0;
     const float largest = find_maxima(row, scratch.maxima.get(), &check);
     ids[r] = first_of(row, largest, scratch.maxima.get());
-    if (temperature[r] == 0 || largest == -kInfinity) return;
+    if (temperature[r] == 0 || std::isinf(largest)) return;
     const double total = weigh(row, largest, temperature[r], top_k[r], top_p[r], min_p[r], scratch);
     ids[r] = find(row, uniform[r] * total, scratch);
   });
 }
+MOTET_RECORDABLE(motet_sample)
 
 MOTET_API void motet_logprobs(Threads* threads, const float* logits, int64_t rows, int64_t size,
                               const int64_t* chosen, int64_t k, float* of_chosen, int64_t* top_ids, float* top) {
@@ -370,3 +373,4 @@ MOTET_API void motet_logprobs(Threads* threads, const float* logits, int64_t row
     for (int64_t i = 0; i < k; i++) top[r * k + i] = row.logits[top_ids[r * k + i]] - largest - log_sum;
   });
 }
+MOTET_RECORDABLE(motet_logprobs)

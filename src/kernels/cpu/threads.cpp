@@ -68,6 +68,7 @@ bool Threads::work_some() {
 }
 
 void Threads::share(int64_t parts, Job job) {
+  std::lock_guard<std::mutex> turn(turn_);
   job_ = job;
   done_.store(0, std::memory_order_relaxed);
   const uint64_t generation = (offer_.load(std::memory_order_relaxed) >> 40) + 1;

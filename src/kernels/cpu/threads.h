@@ -20,8 +20,8 @@ class Threads {
   int count() const { return (int)workers_.size() + 1; }
 
   // body(part) for every part in [0, parts), each once, on whichever thread is free; returns when all are done.
-  // One caller at a time. A thread that is slow to come, or that the system has put aside, holds up nobody: who
-  // is there takes its parts.
+  // Callers on several threads take turns. A thread that is slow to come, or that the system has put aside, holds up
+  // nobody: who is there takes its parts.
   template <class Body>
   void run(int64_t parts, const Body& body) {
     if (parts <= 1 || workers_.empty()) {
@@ -55,6 +55,7 @@ class Threads {
   void serve();
 
   std::vector<std::thread> workers_;
+  std::mutex turn_;
   Job job_{};
   alignas(64) std::atomic<uint64_t> offer_{0};
   alignas(64) std::atomic<int64_t> done_{0};

@@ -121,6 +121,17 @@ def test_the_residual_stream_is_added_scaled_and_picked_as_by_torch(
     assert ops.take_rows(x, rows[:0]).shape == (0, shape[1])
 
 
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_tokens_that_were_sampled_are_filled_in_where_they_are_awaited(
+    make_ops: MakeOps, backend: str
+) -> None:
+    ops = make_ops() if backend == "native" else ReferenceOps(torch.device("cpu"), torch.float32)
+    ids, source = torch.tensor([7, -1, 8, -1, -1]), torch.tensor([-1, 2, -1, 0, 2])
+    ops.fill_sampled(ids, torch.tensor([100, 101, 102]), source)
+    assert ids.tolist() == [7, 102, 8, 100, 102]
+    ops.fill_sampled(ids[:0], torch.tensor([], dtype=torch.int64), source[:0])
+
+
 @pytest.mark.parametrize("cap", [1.0, 30.0])
 def test_capped_logits_are_torchs_near_zero_and_far(make_ops: MakeOps, cap: float) -> None:
     x = torch.cat([torch.linspace(-5 * cap, 5 * cap, 4001), torch.logspace(-30, 30, 601), random(3)])[None]

@@ -96,6 +96,37 @@ def test_where_nothing_is_possible_some_id_is_chosen(make_ops: MakeOps, uniform:
         assert ((chosen >= 0) & (chosen < 700)).all()
 
 
+@pytest.mark.parametrize("unsound", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("vocab_size", [5, 3000])
+def test_unsound_rows_get_some_id_and_touch_no_other(
+    make_ops: MakeOps, unsound: float, vocab_size: int
+) -> None:
+    ops = make_ops()
+    logits = torch.randn(9, vocab_size, generator=torch.Generator().manual_seed(0))
+    rows = SamplingRows(
+        temperature=torch.tensor([1.0, 1.0, 0.0, 0.7, 1.0, 1.5, 1.0, 2.0, 1.0], dtype=torch.float64),
+        top_k=torch.tensor([0, 3, 0, 2, 0, 4, 0, 0, 1]),
+        top_p=torch.tensor([1.0, 1.0, 1.0, 0.9, 0.5, 0.3, 1.0, 0.9, 1.0]),
+        min_p=torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.2, 0.0, 0.0]),
+        uniform=torch.full((9,), 0.6, dtype=torch.float64),
+    )
+    expected = ops.sample(logits, rows)
+    of_all = ops.logprobs(logits, expected, 4)
+    for spoil in (slice(0, 1), slice(None, None, 2), slice(None)):
+        for some in (slice(0, 1), slice(None)):
+            spoiled = logits.clone()
+            spoiled[spoil, some] = unsound
+            chosen = ops.sample(spoiled, rows)
+            assert ((chosen >= 0) & (chosen < vocab_size)).all()
+            logprobs = ops.logprobs(spoiled, chosen, 4)
+            assert ((logprobs[1] >= 0) & (logprobs[1] < vocab_size)).all()
+            sound = torch.ones(9, dtype=torch.bool)
+            sound[spoil] = False
+            assert torch.equal(chosen[sound], expected[sound])
+            for spoiled_column, column in zip(logprobs, of_all, strict=True):
+                assert torch.equal(spoiled_column[sound], column[sound])
+
+
 def test_memory_around_the_logits_does_not_matter(make_ops: MakeOps) -> None:
     rows = random_rows(30)
     around = torch.full((30 * 333 + 128,), float("nan"))

@@ -1,0 +1,151 @@
+"""Steps that the library computes beside Python: in order, each on what the one before has chosen."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from weakref import ReferenceType as Ref
+from weakref import ref
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from motet.kernels.cpu.ops import CpuOps
+from tests.kernels.cpu.conftest import MakeOps
+
+VOCAB = 50
+
+
+class Network:
+    """Logits of the next token from this one alone; slow enough that a step is under way while others come."""
+
+    def __init__(self, ops: CpuOps) -> None:
+        noise = torch.Generator().manual_seed(0)
+        self.ops = ops
+        self._table = ops.pack_table(torch.randn(VOCAB, 256, generator=noise))
+        self._weights = [ops.pack_linear(torch.randn(256, 256, generator=noise) / 16) for _ in range(8)]
+        self._head = ops.pack_linear(torch.randn(VOCAB, 256, generator=noise))
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        x = self.ops.embedding(ids, self._table)
+        for weight in self._weights:
+            x = self.ops.linear(x, weight)
+        return self.ops.linear(x, self._head)
+
+
+@pytest.fixture
+def network(make_ops: MakeOps) -> Network:
+    return Network(make_ops())
+
+
+def test_steps_run_behind_each_other_each_on_the_tokens_of_the_one_before(network: Network) -> None:
+    ops = network.ops
+    with torch.inference_mode():
+        sampled = torch.tensor([3, 1, 4])
+        expected = []
+        for _ in range(40):
+            sampled = ops.greedy(network(sampled.roll(1)))[0]
+            expected.append(sampled)
+        assert len({tuple(ids.tolist()) for ids in expected}) > 5, "it does not stand still"
+
+        replay = ops.record(lambda: network(sampled), [sampled])
+        assert replay is not None
+        sampled, source = torch.tensor([3, 1, 4]), torch.tensor([2, 0, 1])
+        started = []
+        for _ in range(40):
+
+            def step(before: Tensor = sampled) -> Tensor:
+                ids = torch.full((3,), -1)
+                ops.fill_sampled(ids, before, source)
+                return ops.greedy(replay([ids]))[0]
+
+            sampled, wait = ops.start(step)
+            started.append((sampled, wait))
+        for (ids, wait), of_one in zip(started, expected, strict=True):
+            wait()
+            assert torch.equal(ids, of_one)
+        wait()
+    assert not ops._queued, "nothing is kept that has run"
+
+
+def test_what_a_step_names_is_kept_until_it_has_run(make_ops: MakeOps) -> None:
+    def start() -> tuple[Tensor, Callable[[], None], Ref[Network]]:
+        network = Network(make_ops())
+        ids = torch.arange(3)
+        replay = network.ops.record(lambda: network(ids), [ids])
+        assert replay is not None
+
+        def step() -> Tensor:
+            assert network is not None, "it names the weights"
+            return replay([torch.arange(3)])
+
+        for _ in range(50):
+            result, wait = network.ops.start(step)
+        return result, wait, ref(network)
+
+    with torch.inference_mode():
+        result, wait, network = start()
+        gc.collect()
+        wait()
+        expected = result.clone()
+        del wait, result
+        gc.collect()
+        assert network() is None
+    assert torch.equal(Network(make_ops())(torch.arange(3)), expected)
+
+
+def test_steps_that_nobody_waits_for_end_with_the_backend(make_ops: MakeOps) -> None:
+    def start() -> None:
+        network = Network(make_ops())
+        ids = torch.arange(3)
+        replay = network.ops.record(lambda: network(ids), [ids])
+        assert replay is not None
+        for _ in range(50):
+            network.ops.start(lambda: (network, replay([torch.arange(3)])))
+
+    before = psutil.Process().num_threads()
+    with torch.inference_mode():
+        start()
+    gc.collect()
+    assert psutil.Process().num_threads() == before
+
+
+def test_a_step_that_fails_leaves_nothing_behind(network: Network) -> None:
+    ops = network.ops
+
+    def step() -> Tensor:
+        ops.greedy(torch.zeros(3, VOCAB))
+        raise RuntimeError("out of order")
+
+    with pytest.raises(RuntimeError, match="out of order"):
+        ops.start(step)
+    assert not ops._queued
+    assert ops.greedy(torch.eye(4))[0].tolist() == [0, 1, 2, 3]
+
+
+def test_other_threads_may_call_ops_while_steps_run(network: Network) -> None:
+    ops = network.ops
+    x = torch.randn(5, 256)
+    weight = ops.pack_linear(torch.randn(640, 256))
+    expected = ops.linear(x, weight)
+    ids = torch.arange(3)
+    wrong: list[int] = []
+
+    def call() -> None:
+        wrong.extend(i for i in range(400) if not torch.equal(ops.linear(x, weight), expected))
+
+    with torch.inference_mode():
+        logits = network(ids).clone()
+        replay = ops.record(lambda: network(ids), [ids])
+        assert replay is not None
+        callers = [threading.Thread(target=call) for _ in range(2)]
+        for caller in callers:
+            caller.start()
+        while any(caller.is_alive() for caller in callers):
+            result, wait = ops.start(lambda: replay([torch.arange(3)]))
+            wait()
+            assert torch.equal(result, logits)
+    assert wrong == []
