@@ -304,13 +304,13 @@ async def test_case_24_logits_that_are_not_finite_end_that_stream_alone(
 
 @pytest.mark.anyio
 async def test_what_a_fault_has_touched_is_never_found_in_the_prefix_cache(engine: AsyncEngine):
-    runner = engine._running()[1].core._runner
-    prompt, real = [5] * 40, runner._steps
+    steps = engine._running()[1].core._runner._steps
+    prompt, real = [5] * 40, steps._forward
     expected = (await engine.generate(prompt, SHORT, tenant="other")).token_ids
-    runner._steps = lambda batch: real(batch) * float("nan")
+    steps._forward = lambda batch: real(batch) * float("nan")
     with pytest.raises(RequestFailed, match="not finite"):
         await engine.generate(prompt, SHORT)
-    runner._steps = real
+    steps._forward = real
     completion = await engine.generate(prompt, SHORT)
     assert (completion.token_ids, completion.usage.cached_tokens) == (expected, 0)
 
