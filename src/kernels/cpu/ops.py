@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import local
 from typing import TypeVar
 
 import torch
@@ -24,6 +25,13 @@ from motet.kernels.ops import BLOCK, Blocks, LoRASlices, Ops, Quantization, Repl
 logger = logging.getLogger("motet")
 
 T = TypeVar("T")
+
+
+class _Calls(local):
+    """What becomes of a thread's calls besides being made, or instead. A loader's, on a thread of its own, are made."""
+
+    recording: Recording | None = None
+    deferred: Deferred | None = None
 
 
 class CpuOps(Ops):
@@ -46,8 +54,7 @@ class CpuOps(Ops):
         self._library = library
         self._threads = Threads(library, threads)
         self._memory = HugePages()
-        self._recording: Recording | None = None
-        self._deferred: Deferred | None = None
+        self._calls = _Calls()
         self._queued: deque[tuple[int, object]] = deque()
         """What the queue may be at, by number: it must find all that it reads and writes, whoever lets go of it."""
         self._arena = torch.empty(0, dtype=torch.uint8)
@@ -55,17 +62,17 @@ class CpuOps(Ops):
 
     def _run(self, op: str, *arguments: Argument) -> None:
         """Calls an op of the library; a tensor, contiguous, stands for its address, None for no address."""
-        if self._deferred is not None:
-            self._deferred.call(op, arguments)
+        if self._calls.deferred is not None:
+            self._calls.deferred.call(op, arguments)
             return
-        if self._recording is not None:
-            self._recording.calls.append((op, arguments))
+        if self._calls.recording is not None:
+            self._calls.recording.calls.append((op, arguments))
         function = getattr(self._library, f"motet_{op}")
         function(self._threads.handle, *[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments])
 
     def record(self, step: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Replay | None:
         recording = Recording()
-        self._recording = recording
+        self._calls.recording = recording
         try:
             with Watch(recording):
                 output = step()
@@ -73,7 +80,7 @@ class CpuOps(Ops):
             logger.info("steps are not recorded: %s", why)
             return None
         finally:
-            self._recording = None
+            self._calls.recording = None
         program = Program(self._library, recording, inputs, output)
         if program.arena_bytes > len(self._arena):
             self._arena = torch.empty(program.arena_bytes, dtype=torch.uint8)
@@ -81,18 +88,18 @@ class CpuOps(Ops):
 
     def _replay(self, program: Program, inputs: Sequence[Tensor]) -> Tensor:
         words, result = program.on(inputs, self._arena)
-        if self._deferred is not None:
-            self._deferred.add(words, program.num_calls, (inputs, result))
+        if self._calls.deferred is not None:
+            self._calls.deferred.add(words, program.num_calls, (inputs, result))
         else:
             self._library.motet_replay(self._threads.handle, words.ctypes.data, program.num_calls)
         return result
 
     def start(self, step: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        deferred = self._deferred = Deferred(self._library)
+        deferred = self._calls.deferred = Deferred(self._library)
         try:
             result = step()
         finally:
-            self._deferred = None
+            self._calls.deferred = None
         program = deferred.program()
         number = self._library.motet_queue_push(self._threads.queue, program.ctypes.data, deferred.num_calls)
         self._queued.append((number, (program, deferred, step)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -94,6 +96,24 @@ def test_an_error_in_a_step_leaves_no_recording_behind(ops: CpuOps) -> None:
     network = Network(ops)
     with torch.inference_mode():
         assert ops.record(lambda: network(ids), [ids]) is not None
+
+
+def test_what_other_threads_compute_meanwhile_is_no_part_of_the_step(ops: CpuOps) -> None:
+    network = Network(ops)
+    ids = torch.arange(3)
+    elsewhere = torch.zeros(4)
+
+    def step() -> Tensor:
+        loader = threading.Thread(target=lambda: ops.add_residual(torch.ones(1, 4), elsewhere))
+        loader.start()
+        loader.join()
+        return network(ids)
+
+    with torch.inference_mode():
+        replay = ops.record(step, [ids])
+        assert replay is not None
+        assert torch.equal(replay([ids + 1]), network(ids + 1))
+    assert elsewhere.tolist() == [1.0] * 4, "done once"
 
 
 lifetimes = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 8), st.integers(0, 300)), max_size=25)
