@@ -69,7 +69,8 @@ class UnsupportedAdapter(AdapterError):
 
 
 class BackendUnavailable(MotetError):
-    """The build of the native library that `MOTET_CPU_ISA` names does not run here; the message lists what does."""
+    """A build of the native library cannot be used: `MOTET_CPU_ISA` names one that does not run here, and the message
+    lists those that do; or it was built from other sources than this version's, and must be built anew."""
 
 
 class ModelError(MotetError):

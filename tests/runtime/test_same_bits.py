@@ -21,6 +21,7 @@ from motet.runtime import recorded_steps
 from motet.runtime.build import build_runtime
 from motet.runtime.request import FinishReason, Request
 from motet.runtime.scheduler_output import Sample
+from tests.runtime.models.gguf_models import QuantisationType, write_gguf
 from tests.runtime.models.tiny_models import make_hf_model, save_folder
 from tests.tiny import save_adapter
 
@@ -31,6 +32,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "float32", "quantization": "int4"},
+    "gguf": {"dtype": "bfloat16", "quantization": "gguf"},
 }
 
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -38,10 +40,28 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "llama": (16, {"hidden_size": 264, "intermediate_size": 530, "head_dim": 20, "vocab_size": 259}),
     # Windows and softcaps, and blocks that end within a tile.
     "gemma2": (5, {"num_attention_heads": 6, "vocab_size": 97}),
+    # Blocks of 32 weights: by fours, by eights, and both kinds of fours in one product.
+    "llama.gguf": (
+        16,
+        {
+            "hidden_size": 320,
+            "intermediate_size": 544,
+            "num_attention_heads": 16,
+            "head_dim": 20,
+            "vocab_size": 259,
+        },
+    ),
 }
-"""By family: the KV block size, and the shape."""
+"""By family, and the file's format if that is not a folder: the KV block size, and the shape."""
 
-CASES = [*(("llama", format) for format in FORMATS), ("gemma2", "bfloat16"), ("gemma2", "int4")]
+BLOCKS = {"token_embd": "Q8_0", "attn_k": "Q4_0", "ffn_down": "Q8_0"}
+"""What is not in Q4_1 in the GGUF."""
+
+CASES = [
+    *(("llama.gguf" if format == "gguf" else "llama", format) for format in FORMATS),
+    ("gemma2", "bfloat16"),
+    ("gemma2", "int4"),
+]
 
 RANKS = (1, 5, 16, 37)
 LENGTHS = (1, 2, 7, 15, 16, 17, 33, 65, 100, 700)
@@ -132,7 +152,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
     @cache
     def make(name: str) -> Model:
         block_size, shape = MODELS[name]
-        hf_model = make_hf_model(name, max_position_embeddings=1024, tie_word_embeddings=False, **shape)
+        family, _, file_format = name.partition(".")
+        hf_model = make_hf_model(family, max_position_embeddings=1024, tie_word_embeddings=False, **shape)
         folder = tmp_path_factory.mktemp(name)
         adapters = {
             f"r{rank}": save_adapter(hf_model, folder / f"r{rank}", rank=rank, seed=rank, strength=2.0)
@@ -142,11 +163,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
         prompts = [
             [3 + (i * i + 5 * j * j + 3 * i * j) % ids for j in range(n)] for i, n in enumerate(LENGTHS)
         ]
-        return Model(
-            save_folder(hf_model, folder / "base"), adapters, block_size, ask(prompts, list(adapters))
-        )
+        base = save_blocks(hf_model, folder) if file_format else save_folder(hf_model, folder / "base")
+        return Model(base, adapters, block_size, ask(prompts, list(adapters)))
 
     return make
+
+
+def save_blocks(hf_model: Any, folder: Path) -> Path:
+    types = {end: QuantisationType[kind] for end, kind in BLOCKS.items()}
+    return write_gguf(folder / "base.gguf", hf_model, weight_type=QuantisationType.Q4_1, types=types)
 
 
 class Case(NamedTuple):

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 from weakref import finalize
 
 from motet.errors import BackendUnavailable
@@ -112,7 +113,7 @@ def usable_isas() -> list[str]:
 
 def cpu_features() -> int:
     """What this processor and its operating system can run: see `features.cpp`. Needs the portable build."""
-    return int(ctypes.CDLL(str(_file("portable"))).motet_cpu_features())
+    return int(_function(ctypes.CDLL(str(_file("portable"))), "cpu_features")())
 
 
 def auto_dtype(isa: str) -> tuple[str, str]:
@@ -127,10 +128,10 @@ def auto_dtype(isa: str) -> tuple[str, str]:
 def cpu_backend() -> str:
     """Which backend an engine has on this machine's CPU, and why: a line for people.
 
-    Raises BackendUnavailable if `MOTET_CPU_ISA` names a build that does not run here.
+    Raises what `open_library` raises of BackendUnavailable.
     """
     try:
-        isa = choose()
+        isa, _ = open_library()
     except NoNativeLibrary as why:
         return f"reference (torch): {why}"
     named = f", as {ISA_VARIABLE} says" if build_is_named() else ""
@@ -164,22 +165,41 @@ def choose(isa: str | None = None) -> str:
 
 
 def open_library(isa: str | None = None) -> tuple[str, ctypes.CDLL]:
-    """The build that `choose` takes; its name and its functions. Raises what that raises."""
+    """The build that `choose` takes; its name and its functions.
+
+    Raises what that raises, and BackendUnavailable for a build that lacks one of the functions.
+    """
     isa = choose(isa)
     library = ctypes.CDLL(str(_file(isa)))
     handle = ctypes.c_void_p
-    library.motet_threads_new.argtypes, library.motet_threads_new.restype = (ctypes.c_int,), handle
-    library.motet_threads_delete.argtypes, library.motet_threads_delete.restype = (handle,), None
+    _declare(library, "threads_new", (ctypes.c_int,), handle)
+    _declare(library, "threads_delete", (handle,))
     for name, parameters in _OPS.items():
-        function = getattr(library, f"motet_{name}")
-        function.argtypes, function.restype = (handle, *(_KINDS[p] for p in parameters)), None
+        _declare(library, name, (handle, *(_KINDS[p] for p in parameters)))
     number = ctypes.c_int64
-    library.motet_replay.argtypes, library.motet_replay.restype = (handle, handle, number), None
-    library.motet_queue_new.argtypes, library.motet_queue_new.restype = (handle,), handle
-    library.motet_queue_delete.argtypes, library.motet_queue_delete.restype = (handle,), None
-    library.motet_queue_push.argtypes, library.motet_queue_push.restype = (handle, handle, number), number
-    library.motet_queue_wait.argtypes, library.motet_queue_wait.restype = (handle, number), None
+    _declare(library, "replay", (handle, handle, number))
+    _declare(library, "queue_new", (handle,), handle)
+    _declare(library, "queue_delete", (handle,))
+    _declare(library, "queue_push", (handle, handle, number), number)
+    _declare(library, "queue_wait", (handle, number))
     return isa, library
+
+
+def _declare(
+    library: ctypes.CDLL, name: str, parameters: tuple[type, ...], result: type | None = None
+) -> None:
+    function = _function(library, name)
+    function.argtypes, function.restype = parameters, result
+
+
+def _function(library: ctypes.CDLL, name: str) -> Any:
+    try:
+        return getattr(library, f"motet_{name}")
+    except AttributeError:
+        raise BackendUnavailable(
+            f"{library._name} was built from other sources than this version of motet: it has no motet_{name}. "
+            "Build it anew by installing motet again: `pip install -e .` where its sources are"
+        ) from None
 
 
 class Threads:

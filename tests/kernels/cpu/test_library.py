@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,22 @@ def test_a_build_that_was_not_made_is_refused(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv(ISA_VARIABLE, "avx512")
     with pytest.raises(BackendUnavailable, match=r"'avx512'.*not there.*: name one that runs here"):
         open_library()
+
+
+@needs_library
+@pytest.mark.parametrize(
+    "use", [library.cpu_backend, lambda: select_ops("cpu", "float32")], ids=["info", "engine"]
+)
+def test_a_build_of_older_sources_is_refused_with_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, use: Callable[[], object]
+) -> None:
+    monkeypatch.setenv(ISA_VARIABLE, "portable")
+    monkeypatch.setattr(library, "_OPS", {**library._OPS, "op_of_tomorrow": "p"})
+    lacks = (
+        r"_portable.*\.so was built from other sources.*has no motet_op_of_tomorrow\. .*`pip install -e \.`"
+    )
+    with pytest.raises(BackendUnavailable, match=lacks):
+        use()
 
 
 def test_no_build_can_be_named_where_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
