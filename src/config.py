@@ -38,6 +38,12 @@ class EngineConfig(Frozen):
     exactness promise, yet a request's tokens depend on no other's. Needs the native library (`ModelError` without).
     None: as `dtype`."""
 
+    packed_weights: Path | None = Field(default=None, strict=False)
+    """A folder for weights that "int8" or "int4" has rounded: the next start of the same model reads them there and is
+    sooner. A file for each model and setting, of the size of its weights in memory; what is damaged, or of another
+    build of motet, is written anew. Whoever can write to the folder can change what the model computes. None: they
+    are rounded at every start."""
+
     threads: int | None = Field(default=None, ge=1, le=1024)
     """Compute threads of the engine, and of torch in the whole process. None: torch's own choice (the physical
     cores)."""

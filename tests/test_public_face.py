@@ -121,6 +121,7 @@ DEFAULTS = {
         "device": "auto",
         "dtype": "auto",
         "quantization": None,
+        "packed_weights": None,
         "threads": None,
         "max_model_len": None,
         "max_num_seqs": 64,

@@ -13,6 +13,8 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -120,13 +122,27 @@ class Ops(ABC):
         """The arrays through which recorded ops see a step's plan: part of `record`'s inputs."""
         return ()
 
+    def keep_packed(self, folder: Path, model: bytes) -> AbstractContextManager[None]:
+        """While it is open, `packed` finds what it gave for this model last time in a file of the folder, or keeps it.
+
+        model: its digest. A backend without slow packing keeps nothing.
+        """
+        return nullcontext()
+
+    def packed(self, shape: tuple[int, int], pack: Callable[[], LinearWeight]) -> LinearWeight:
+        """What `pack` gives: a weight of this shape, [N, K], by one of the methods below."""
+        return pack()
+
     @abstractmethod
     def pack_linear(self, weight: Tensor) -> LinearWeight:
-        """The weight [N, K] D as this backend likes it best; may take the memory over."""
+        """The weight [N, K] D as this backend likes it best, in memory of its own: the weight's may be a file's."""
 
     @abstractmethod
     def pack_table(self, table: Tensor) -> LinearWeight:
-        """An embedding's table [V, H] D, for `embedding` and, where the output head is tied to it, `linear`."""
+        """An embedding's table [V, H] D, for `embedding` and, where the output head is tied to it, `linear`.
+
+        In memory of its own, too.
+        """
 
     def pack_blocks(self, parts: Sequence[Blocks]) -> LinearWeight | None:
         """Weights under each other, all of one K, as one [sum of N, K] for `linear` and `embedding`: exactly these.
@@ -136,7 +152,7 @@ class Ops(ABC):
         return None
 
     def expand_blocks(self, blocks: Blocks, out: Tensor) -> bool:
-        """Writes the weights' values to out [N, K] D, contiguous, rounded to D. Many threads may do so side by side.
+        """Writes the weights' values to out [N, K] D, contiguous, rounded to D.
 
         False: nothing was written, since this backend is no faster than whoever read the blocks.
         """

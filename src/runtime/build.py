@@ -64,7 +64,7 @@ def build_runtime(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     ops = select_ops(config.device, config.dtype, config.threads, config.quantization)
-    loaded = load_model(model, ops, config.max_model_len)
+    loaded = load_model(model, ops, config.max_model_len, config.packed_weights)
     lm = loaded.model
     if config.max_model_len is not None and config.max_model_len > lm.max_model_len:
         raise ModelError(

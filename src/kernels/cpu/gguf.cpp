@@ -113,12 +113,14 @@ void expand(const Q8_0& block, float* to) {
 }
 
 template <class Block, class T>
-void expand(const void* blocks, int64_t count, T* to) {
-  for (int64_t i = 0; i < count; i++, to += kBlock) {
-    float values[kBlock];
-    expand(((const Block*)blocks)[i], values);
-    for (int j = 0; j < kBlock; j++) assign(to[j], values[j]);
-  }
+void expand(Threads& threads, const Block* blocks, int64_t count, T* to) {
+  for_row_runs(threads, count, kBlock, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) {
+      float values[kBlock];
+      expand(blocks[i], values);
+      for (int64_t j = 0; j < kBlock; j++) assign(to[i * kBlock + j], values[j]);
+    }
+  });
 }
 
 }  // namespace
@@ -142,10 +144,10 @@ MOTET_API void motet_pack_q8_0(Threads* threads, const void* blocks, int64_t col
   pack_int8(*threads, (const Q8_0*)blocks, columns, inner, first, packed, scales);
 }
 
-// Blocks become floats, in their order. On the calling thread alone, so that many may expand tensors side by side.
+// Blocks become floats, in their order.
 #define MOTET_EXPAND(BLOCK, NAME, T, SUFFIX)                                                                     \
-  MOTET_API void motet_expand_##NAME##_##SUFFIX(Threads*, const void* blocks, int64_t count, T* to) {            \
-    expand<BLOCK>(blocks, count, to);                                                                            \
+  MOTET_API void motet_expand_##NAME##_##SUFFIX(Threads* threads, const void* blocks, int64_t count, T* to) {    \
+    expand(*threads, (const BLOCK*)blocks, count, to);                                                           \
   }
 
 MOTET_EXPAND(Q4_0, q4_0, float, f32)

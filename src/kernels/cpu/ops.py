@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from threading import local
 from typing import TypeVar
 
@@ -18,6 +21,7 @@ from motet.kernels.cpu.attention import PagedAttentionPlan, PagedKV
 from motet.kernels.cpu.library import NATIVE_BF16, Threads
 from motet.kernels.cpu.lora import CpuLoRA
 from motet.kernels.cpu.memory import HugePages
+from motet.kernels.cpu.packed_file import PackedFile
 from motet.kernels.cpu.recording import Argument, Deferred, NotRecordable, Program, Recording, Watch
 from motet.kernels.cpu.weights import FORMATS, INT4_GROUP, INT8_GROUP, PackedWeight, fits_int4
 from motet.kernels.ops import BLOCK, Blocks, LoRASlices, Ops, Quantization, Replay, SamplingRows
@@ -54,6 +58,7 @@ class CpuOps(Ops):
         self._library = library
         self._threads = Threads(library, threads)
         self._memory = HugePages()
+        self._packed_file: PackedFile | None = None
         self._calls = _Calls()
         self._queued: deque[tuple[int, object]] = deque()
         """What the queue may be at, by number: it must find all that it reads and writes, whoever lets go of it."""
@@ -112,6 +117,23 @@ class CpuOps(Ops):
 
     def arrays_of(self, plan: PagedAttentionPlan | CpuLoRA) -> tuple[Tensor, ...]:
         return (plan.header,)
+
+    @contextmanager
+    def keep_packed(self, folder: Path, model: bytes) -> Iterator[None]:
+        if self._quantization not in ("int8", "int4"):  # to read the others takes as long as to pack them
+            yield
+            return
+        name = f"{model.hex()[:32]}-{self._quantization}-{FORMATS[self.dtype]}"
+        library = hashlib.blake2b(Path(self._library._name).read_bytes()).hexdigest()
+        self._packed_file = PackedFile(folder / name, f"{model.hex()} {name} {library}", self._memory)
+        try:
+            yield
+            self._packed_file.write()
+        finally:
+            self._packed_file = None
+
+    def packed(self, shape: tuple[int, int], pack: Callable[[], PackedWeight]) -> PackedWeight:
+        return pack() if self._packed_file is None else self._packed_file.packed(shape, pack)
 
     def pack_linear(self, weight: Tensor) -> PackedWeight:
         return self._pack(weight, self._quantization)

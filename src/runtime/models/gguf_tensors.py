@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
 
@@ -45,14 +47,18 @@ def _plain(dtype: torch.dtype) -> Callable[[npt.NDArray[np.uint8]], Tensor]:
 
 
 def _quantised(blocks: Any) -> Callable[[npt.NDArray[np.uint8]], Tensor]:
-    """Upstream's arithmetic on one block format, in pieces that let threads share the work."""
+    """Upstream's arithmetic on one block format, in pieces that threads share."""
 
     def read(raw: npt.NDArray[np.uint8]) -> Tensor:
         packed = raw.reshape(-1, blocks.type_size)
         values = np.empty((packed.shape[0], blocks.block_size), dtype=np.float32)
-        for i in range(0, len(packed), _BLOCKS_AT_A_TIME):
-            part = slice(i, i + _BLOCKS_AT_A_TIME)
+
+        def fill(first: int) -> None:
+            part = slice(first, first + _BLOCKS_AT_A_TIME)
             values[part] = blocks.dequantize_blocks(packed[part])
+
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="motet-load") as pool:
+            list(pool.map(fill, range(0, len(packed), _BLOCKS_AT_A_TIME)))
         return torch.from_numpy(values)
 
     return read

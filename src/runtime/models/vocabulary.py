@@ -56,7 +56,7 @@ class OutputHead:
         self._embedding = embedding
         self._tied = tied
         self._path = path
-        vocab_size, hidden_size = embedding.table.values.shape
+        vocab_size, hidden_size = embedding.table.shape
         self._weight: LinearWeight = embedding.table if tied else Matrix(ops, hidden_size, [vocab_size])
         self.site = LoRASite(site_index, hidden_size, (path,), (vocab_size,), "head")
 
