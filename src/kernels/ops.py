@@ -382,7 +382,8 @@ def select_ops(
                 f"EngineConfig.quantization is {quantization!r}, which needs the native library, but {why}: "
                 "install motet where there is a compiler, or leave quantization None"
             ) from why
-        logger.warning("%s: it computes with torch instead, several times slower", why)
+        # As text: whoever keeps the record would keep the error's frames, and all that its callers hold.
+        logger.warning("%s: it computes with torch instead, several times slower", str(why))
         ops: Ops = ReferenceOps(torch.device("cpu"), dtypes.get(dtype, torch.float32))
         ops.why = str(why)
         return ops

@@ -49,7 +49,7 @@ class PackedFile:
         except FileNotFoundError:
             logger.info("packed weights will be kept in %s", path)
         except (OSError, ValueError) as why:
-            logger.warning("%s is not used, but written anew: %s", path, why)
+            logger.warning("%s is not used, but written anew: %s", path, str(why))
         self._num_read = len(self._weights)
         self._num_asked = 0
 
@@ -70,7 +70,7 @@ class PackedFile:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             _write(self._path, self._key, self._weights)
         except OSError as why:
-            logger.warning("packed weights cannot be kept in %s: %s", self._path, why)
+            logger.warning("packed weights cannot be kept in %s: %s", self._path, str(why))
 
 
 def _read(file: BinaryIO, key: str, memory: HugePages) -> list[PackedWeight]:
