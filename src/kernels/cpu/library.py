@@ -113,7 +113,7 @@ def usable_isas() -> list[str]:
 
 def cpu_features() -> int:
     """What this processor and its operating system can run: see `features.cpp`. Needs the portable build."""
-    return int(_function(ctypes.CDLL(str(_file("portable"))), "cpu_features")())
+    return int(_function(_open("portable"), "cpu_features")())
 
 
 def auto_dtype(isa: str) -> tuple[str, str]:
@@ -167,10 +167,10 @@ def choose(isa: str | None = None) -> str:
 def open_library(isa: str | None = None) -> tuple[str, ctypes.CDLL]:
     """The build that `choose` takes; its name and its functions.
 
-    Raises what that raises, and BackendUnavailable for a build that lacks one of the functions.
+    Raises what that raises, and BackendUnavailable for a build that cannot be opened or lacks one of the functions.
     """
     isa = choose(isa)
-    library = ctypes.CDLL(str(_file(isa)))
+    library = _open(isa)
     handle = ctypes.c_void_p
     _declare(library, "threads_new", (ctypes.c_int,), handle)
     _declare(library, "threads_delete", (handle,))
@@ -210,12 +210,23 @@ class Threads:
         self.handle: int = library.motet_threads_new(count)
         self.queue: int = library.motet_queue_new(self.handle)
         """A caller beside Python: see replay.cpp."""
-        finalize(self, _end_threads, library, self.handle, self.queue)
+        finalize(self, _end_threads, library, self.handle, self.queue, os.getpid())
 
 
-def _end_threads(library: ctypes.CDLL, threads: int, queue: int) -> None:
+def _end_threads(library: ctypes.CDLL, threads: int, queue: int, process: int) -> None:
+    if process != os.getpid():  # a forked child has none of them, and would wait for their ends for ever
+        return
     library.motet_queue_delete(queue)
     library.motet_threads_delete(threads)
+
+
+def _open(isa: str) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(_file(isa)))
+    except OSError as error:
+        raise BackendUnavailable(
+            f"the build {isa!r} of the native library cannot be opened: {error}: install motet again"
+        ) from error
 
 
 def _file(isa: str) -> Path:

@@ -125,6 +125,18 @@ def test_a_build_of_older_sources_is_refused_with_what_it_lacks(
         use()
 
 
+@needs_library
+@pytest.mark.parametrize("content", [b"", b"\n" * 5000], ids=["empty", "overwritten"])
+def test_a_file_that_is_no_library_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes
+) -> None:
+    build = tmp_path / "portable.so"
+    build.write_bytes(content)
+    monkeypatch.setattr(library, "_file", lambda isa: build if isa == "portable" else tmp_path / "none")
+    with pytest.raises(BackendUnavailable, match="'portable' of the native library cannot be opened"):
+        open_library()
+
+
 def test_no_build_can_be_named_where_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(library, "_file", lambda isa: tmp_path / isa)
     monkeypatch.setenv(ISA_VARIABLE, "portable")

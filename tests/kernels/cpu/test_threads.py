@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
+import time
 
 import psutil
 import pytest
@@ -20,6 +22,25 @@ def test_threads_end_with_the_backend(make_ops: MakeOps) -> None:
     del ops
     gc.collect()
     assert process.num_threads() == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_lets_the_backend_go_without_waiting_for_threads_that_it_has_not(
+    make_ops: MakeOps,
+) -> None:
+    ops = make_ops(threads=2)
+    child = os.fork()
+    if child == 0:
+        del ops  # its end is the child's too: of the object, at the latest at the interpreter's exit
+        os._exit(0)
+    deadline = time.monotonic() + 10
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if ended == (0, 0):
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert ended == (child, 0), "it hangs"
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
