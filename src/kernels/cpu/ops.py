@@ -22,7 +22,7 @@ from motet.kernels.cpu.library import NATIVE_BF16, Threads
 from motet.kernels.cpu.lora import CpuLoRA
 from motet.kernels.cpu.memory import HugePages
 from motet.kernels.cpu.packed_file import PackedFile
-from motet.kernels.cpu.recording import Argument, Deferred, NotRecordable, Program, Recording, Watch
+from motet.kernels.cpu.recording import Argument, Deferred, NotRecordable, Program, Readers, Recording, Watch
 from motet.kernels.cpu.weights import FORMATS, INT4_GROUP, INT8_GROUP, PackedWeight, fits_int4
 from motet.kernels.ops import BLOCK, Blocks, LoRASlices, Ops, Quantization, Replay, SamplingRows
 
@@ -79,14 +79,14 @@ class CpuOps(Ops):
         recording = Recording()
         self._calls.recording = recording
         try:
-            with Watch(recording):
+            with Readers(), Watch(recording):
                 output = step()
+            program = Program(self._library, recording, inputs, output)
         except NotRecordable as why:
             logger.info("steps are not recorded: %s", why)
             return None
         finally:
             self._calls.recording = None
-        program = Program(self._library, recording, inputs, output)
         if program.arena_bytes > len(self._arena):
             self._arena = torch.empty(program.arena_bytes, dtype=torch.uint8)
         return partial(self._replay, program)

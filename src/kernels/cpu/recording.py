@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Argument = Tensor | int | float | None
@@ -56,6 +57,15 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+class Readers(TorchFunctionMode):
+    """Refuses what a step reads of a tensor past torch's dispatch: a replay would go on with what stood there once."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.numpy, Tensor.tolist):
+            raise NotRecordable(f"Tensor.{func.__name__} is read by Python")
+        return func(*args, **(kwargs or {}))
+
+
 _ALLOCATIONS = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided)
 
 
@@ -68,6 +78,8 @@ class Program:
         """inputs: what differs from step to step. output: of what was made, what `run` returns."""
         self.num_calls = len(recording.calls)
         self._output = output.dtype, output.shape
+        self._kept: list[Tensor] = []
+        """What was there before the step, or was made of Python's numbers in it: nobody else may hold on to it."""
         owners = _Owners(recording.made, inputs)
         words: list[int] = []
         places: dict[str, list[tuple[int, int, int]]] = {"made": [], "input": []}  # word, which, offset
@@ -79,12 +91,15 @@ class Program:
                     kind, which, offset = owners.find(argument)
                     if kind is not None:
                         places[kind].append((len(words), which, offset))
+                    else:
+                        self._kept.append(argument)
                     if kind == "made":
                         lifetimes[which] = (lifetimes.get(which, (i, i))[0], i)
                 words.append(_word(argument))
         kind, last, offset = owners.find(output)
         if output.numel():
-            assert kind == "made", "what the step returns was there before it"
+            if kind != "made":
+                raise NotRecordable("what it returns was there before it")
             lifetimes[last] = (lifetimes[last][0], self.num_calls)
         starts, self.arena_bytes = _lay_out(lifetimes, [owners.nbytes(tensor) for tensor in recording.made])
         self._words = np.array(words, dtype=np.int64)

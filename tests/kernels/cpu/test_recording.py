@@ -85,6 +85,27 @@ def test_a_step_that_torch_computes_in_part_is_not_recorded(
     assert network(ids).shape == (3, 7), "the backend is of use afterwards"
 
 
+def test_what_a_step_makes_of_pythons_numbers_stays_for_its_replays(ops: CpuOps) -> None:
+    x = random(10, 4)
+    replay = ops.record(lambda: ops.take_rows(x, torch.tensor([3, 1, 2])), [x])
+    assert replay is not None
+    others = [torch.full((3,), 7) for _ in range(100)]  # they would lie where it lay
+    assert torch.equal(replay([x]), x[[3, 1, 2]])
+    del others
+
+
+@pytest.mark.parametrize("read", [Tensor.tolist, Tensor.numpy])
+def test_a_step_in_which_python_reads_a_tensor_is_not_recorded(ops: CpuOps, read) -> None:
+    rows = torch.tensor([2, 0])
+    x = random(3, 4)
+    assert ops.record(lambda: ops.take_rows(x, torch.tensor([int(i) for i in read(rows)])), [rows]) is None
+
+
+def test_a_step_that_returns_what_it_did_not_make_is_not_recorded(ops: CpuOps) -> None:
+    x = random(3, 4)
+    assert ops.record(lambda: x[:2], []) is None
+
+
 def test_an_error_in_a_step_leaves_no_recording_behind(ops: CpuOps) -> None:
     def step() -> Tensor:
         raise RuntimeError("out of order")
