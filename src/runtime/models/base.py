@@ -94,4 +94,8 @@ class CausalLM(Protocol):
         """One step over the batch's T rows; their keys and values are stored on the way.
 
         Returns logits [R, V] float32 for `batch.logits_rows`.
+
+        A forward pass that only calls ops may be recorded, and its ops be called again, without it, for other batches
+        of as many rows: what it chooses in Python may depend on the numbers of rows, and on whether some have an
+        adapter, but on nothing else of the batch.
         """
