@@ -24,7 +24,7 @@ from motet.errors import ModelError
 
 logger = logging.getLogger("motet")
 
-T = TypeVar("T")
+Result = TypeVar("Result")
 
 LinearWeight = Any
 """A linear's weight or an embedding's table, packed; only the backend that packed it looks inside."""
@@ -109,7 +109,7 @@ class Ops(ABC):
         """
         return None
 
-    def start(self, step: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+    def start(self, step: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
         """Has the ops that a step calls computed while the caller goes on: what it returns, and what waits for it.
 
         Behind the steps started before. The step itself runs at once and may call ops and replays alone, since no
@@ -206,7 +206,7 @@ class Ops(ABC):
 
     @abstractmethod
     def fill_sampled(self, ids: Tensor, sampled: Tensor, source: Tensor) -> None:
-        """ids[i] = sampled[source[i]] where source[i] >= 0, in place: tokens that a step before has chosen.
+        """ids[i] = sampled[source[i]] where source[i] >= 0, in place: tokens that were chosen before.
 
         ids, source [n] int64, sampled [R] int64.
         """

@@ -47,7 +47,8 @@ class ModelRunner:
     """Runs one model on one device.
 
     A recorded step whose tokens are chosen by ops alone is left to the device, and the next one may be submitted
-    meanwhile: its input, the tokens that are being chosen, never passes through Python.
+    meanwhile: its input, the tokens that are being chosen, never passes through Python. Behind any other step nothing
+    may be submitted until its result was asked for.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def submit(self, plan: SchedulerOutput) -> RunningStep | WaitingStep:
+        """As `Runner`. What the model raises, here or when the result is asked for, concerns every request."""
         batch = self._batches.build(plan)
         is_free = not plan.copies and not batch.prompt_rows and is_plain(batch.sampling, batch.ruled)
         if is_free and self._steps.replays(batch):
@@ -111,7 +113,6 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _compute(self, plan: SchedulerOutput, batch: ForwardBatch) -> StepResult:
-        """Raises whatever the model raises: such a fault concerns every request."""
         if plan.copies:
             sources, destinations = torch.tensor(plan.copies).unbind(1)
             for kv in self._kv_caches:

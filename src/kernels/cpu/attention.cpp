@@ -29,6 +29,7 @@ struct Plan {
   int64_t num_sequences, table_width, block_size, window;  // window: 0 for none
   const int64_t *cu_seqlens_q, *seq_lens, *block_tables;
 };
+static_assert(sizeof(Plan) == 7 * sizeof(int64_t), "the header is made of int64");
 
 struct Free {
   void operator()(float* p) const { std::free(p); }

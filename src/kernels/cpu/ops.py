@@ -28,7 +28,7 @@ from motet.kernels.ops import BLOCK, Blocks, LoRASlices, Ops, Quantization, Repl
 
 logger = logging.getLogger("motet")
 
-T = TypeVar("T")
+Result = TypeVar("Result")
 
 
 class _Calls(local):
@@ -39,7 +39,7 @@ class _Calls(local):
 
 
 class CpuOps(Ops):
-    """Weights, KV cache and adapters in float32 or bf16; activations always in float32."""
+    """Weights of 32, 16, 8 or 4 bits, KV cache and adapters in float32 or bf16; activations always in float32."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class CpuOps(Ops):
                 output = step()
             program = Program(self._library, recording, inputs, output)
         except NotRecordable as why:
-            logger.info("steps are not recorded: %s", why)
+            logger.info("steps are not recorded: %s", str(why))  # a kept record would keep the frames
             return None
         finally:
             self._calls.recording = None
@@ -99,7 +99,7 @@ class CpuOps(Ops):
             self._library.motet_replay(self._threads.handle, words.ctypes.data, program.num_calls)
         return result
 
-    def start(self, step: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+    def start(self, step: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
         deferred = self._calls.deferred = Deferred(self._library)
         try:
             result = step()

@@ -21,11 +21,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from motet.kernels.cpu.memory import ALIGNMENT
+
 Argument = Tensor | int | float | None
 Words = NDArray[np.int64]
-
-ALIGNMENT = 64
-"""Of the tensors between ops, in bytes: a cache line."""
 
 
 class NotRecordable(Exception):
@@ -75,7 +74,7 @@ class Program:
     def __init__(
         self, library: ctypes.CDLL, recording: Recording, inputs: Sequence[Tensor], output: Tensor
     ) -> None:
-        """inputs: what differs from step to step. output: of what was made, what `run` returns."""
+        """inputs: what differs from step to step. output: of what was made, the step's result."""
         self.num_calls = len(recording.calls)
         self._output = output.dtype, output.shape
         self._kept: list[Tensor] = []

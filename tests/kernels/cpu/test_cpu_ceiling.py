@@ -25,7 +25,7 @@ def test_reading_sums_every_float_of_each_block(isa: str) -> None:
     assert sums == pytest.approx(x.reshape(3, BLOCK).sum(axis=1, dtype=np.float64), rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["f32", "int8"])
+@pytest.mark.parametrize("kind", ["f32", "bf16", "int8"])
 def test_operations_are_counted_by_parts_and_steps(isa: str, kind: str) -> None:
     _, library = open_library(isa)
     function = getattr(library, f"motet_ceiling_{kind}")
@@ -36,4 +36,4 @@ def test_operations_are_counted_by_parts_and_steps(isa: str, kind: str) -> None:
         function(threads.handle, parts, steps, sums.ctypes.data, operations.ctypes.data)
         return int(operations[0])
 
-    assert count(5, 7) == 35 * count(1, 1)
+    assert count(5, 7) == 35 * count(1, 1) > 0
