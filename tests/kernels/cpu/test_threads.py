@@ -16,6 +16,7 @@ from tests.kernels.cpu.conftest import MakeOps
 
 def test_threads_end_with_the_backend(make_ops: MakeOps) -> None:
     process = psutil.Process()
+    gc.collect()  # other tests' backends
     before = process.num_threads()
     ops = make_ops(threads=4)
     assert process.num_threads() == before + 4, "the caller is one of the four; the queue is another caller"
