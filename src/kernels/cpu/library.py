@@ -37,6 +37,7 @@ _OPS: Mapping[str, str] = MappingProxyType(
         "ceiling_f32": "iipp",
         "ceiling_bf16": "iipp",
         "ceiling_int8": "iipp",
+        "expect": "pi",
         "linear_f32": "piiippp",
         "linear_bf16": "piiippp",
         "linear_bf16_pairs": "piiipppp",

@@ -187,6 +187,8 @@ class CpuOps(Ops):
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         y = torch.empty(len(x), weight.columns)
         x = x.contiguous()
+        if self._calls.recording is not None:
+            self._calls.recording.reads_weights(weight.data)
         sizes = (len(x), weight.inner, weight.columns)
         if weight.group:
             quantised = (weight.group, *weight.memory, bias, weight.scratch(len(x)))

@@ -38,6 +38,13 @@ class Recording:
     calls: list[tuple[str, tuple[Argument, ...]]] = field(default_factory=list)
     made: list[Tensor] = field(default_factory=list)
     """The tensors between ops: whatever was allocated meanwhile."""
+    _reader: int = 0
+    """Which call was the last that reads weights."""
+
+    def reads_weights(self, weights: Tensor) -> None:
+        """The call that is noted next does, these: threads that are done with the last such call may fetch them."""
+        self.calls.insert(self._reader, ("expect", (weights, weights.nbytes)))
+        self._reader = len(self.calls)
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -31,6 +31,12 @@ void make_way() {
   next = Clock::now() + std::chrono::milliseconds(1);
 }
 
+// Of what is expected: how much of it is fetched, which a second-level cache holds besides what it is for, and how much
+// in one moment, after which there may be work again.
+constexpr int64_t kMostExpected = 512 << 10;
+constexpr int64_t kMoment = 256;
+constexpr int64_t kLine = 64;
+
 inline void pause() {
 #if defined(__x86_64__)
   _mm_pause();
@@ -50,6 +56,20 @@ Threads::~Threads() {
   }
   wake_.notify_all();
   for (std::thread& worker : workers_) worker.join();
+}
+
+void Threads::expect(const void* from, int64_t bytes) {
+  const char* at = static_cast<const char*>(from);
+  end_of_expected_.store(at + std::min(bytes, kMostExpected), std::memory_order_relaxed);
+  expected_.store(at, std::memory_order_relaxed);
+}
+
+// Which of the two numbers another thread sees first does not matter: what is fetched in vain does no harm.
+void Threads::wait_a_moment() {
+  const char* const end = end_of_expected_.load(std::memory_order_relaxed);
+  if (expected_.load(std::memory_order_relaxed) >= end) return pause();
+  const char* at = expected_.fetch_add(kMoment, std::memory_order_relaxed);
+  for (int64_t i = 0; i < kMoment; i += kLine) __builtin_prefetch(at + i, 0, 2);
 }
 
 bool Threads::work_some() {
@@ -81,7 +101,7 @@ void Threads::share(int64_t parts, Job job) {
   }
   for (int looks = 0; done_.load(std::memory_order_acquire) < parts; looks++) {
     if (looks < kLooks)
-      pause();
+      wait_a_moment();
     else
       std::this_thread::yield();  // whoever has the last part may wait for this very core
   }
@@ -93,7 +113,7 @@ void Threads::serve() {
       if (work_some())
         looks = 0;
       else
-        pause();
+        wait_a_moment();
     }
     std::unique_lock<std::mutex> hold(mutex_);
     asleep_.fetch_add(1, std::memory_order_seq_cst);
@@ -109,3 +129,6 @@ using motet::Threads;
 
 MOTET_API Threads* motet_threads_new(int count) { return new Threads(count); }
 MOTET_API void motet_threads_delete(Threads* threads) { delete threads; }
+
+MOTET_API void motet_expect(Threads* threads, const void* from, int64_t bytes) { threads->expect(from, bytes); }
+MOTET_RECORDABLE(motet_expect)

@@ -36,6 +36,10 @@ class Threads {
                 &body, first});
   }
 
+  // What will be read from memory after the next ops: threads that wait fetch its beginning meanwhile, since memory
+  // would rest, too.
+  void expect(const void* from, int64_t bytes);
+
  private:
   struct Job {
     void (*call)(const void*, int64_t, int64_t);
@@ -52,6 +56,7 @@ class Threads {
 
   void share(int64_t parts, Job job);
   bool work_some();
+  void wait_a_moment();
   void serve();
 
   std::vector<std::thread> workers_;
@@ -59,6 +64,8 @@ class Threads {
   Job job_{};
   alignas(64) std::atomic<uint64_t> offer_{0};
   alignas(64) std::atomic<int64_t> done_{0};
+  alignas(64) std::atomic<const char*> expected_{nullptr};
+  std::atomic<const char*> end_of_expected_{nullptr};
   alignas(64) std::atomic<int> asleep_{0};
   std::atomic<bool> closing_{false};
   std::mutex mutex_;
