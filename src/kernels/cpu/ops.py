@@ -31,6 +31,10 @@ logger = logging.getLogger("motet")
 Result = TypeVar("Result")
 
 
+FEW_ROWS = 4
+"""With so many, a linear waits for its weights; with many more it computes, and fetching them early is in its way."""
+
+
 class _Calls(local):
     """What becomes of a thread's calls besides being made, or instead. A loader's, on a thread of its own, are made."""
 
@@ -187,7 +191,7 @@ class CpuOps(Ops):
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         y = torch.empty(len(x), weight.columns)
         x = x.contiguous()
-        if self._calls.recording is not None:
+        if self._calls.recording is not None and len(x) <= FEW_ROWS:
             self._calls.recording.reads_weights(weight.data)
         sizes = (len(x), weight.inner, weight.columns)
         if weight.group:
