@@ -45,13 +45,13 @@ def choose(ops: Ops, logits: Tensor, rows: Sequence[Row], possible: Tensor | Non
     token_ids, finite = ops.greedy(logits)
     if possible is not None or any(spec.temperature for spec, _ in rows):
         token_ids = ops.sample(logits if possible is None else possible, _sampling_rows(ops, rows))
-    asking = [i for i, (spec, _) in enumerate(rows) if spec.logprobs is not None]
+    asking = _asking(rows)
     if not asking:
         return Choice(token_ids, finite, None)
-    index = torch.from_numpy(np.array(asking))
+    index = torch.from_numpy(np.array([i for i, _ in asking]))
     of_asking = torch.empty_like(index)
     ops.fill_sampled(of_asking, token_ids, index)
-    most = max(rows[i][0].logprobs or 0 for i in asking)
+    most = max(k for _, k in asking)
     return Choice(token_ids, finite, ops.logprobs(ops.take_rows(logits, index), of_asking, most))
 
 
@@ -60,9 +60,8 @@ def samples_of(choice: Choice, rows: Sequence[Row]) -> list[Sample | RequestFail
     token_ids = choice.token_ids.tolist()
     samples: list[Sample | RequestFailed] = [Sample(token_id) for token_id in token_ids]
     if choice.logprobs is not None:
-        asking = [(i, spec.logprobs) for i, (spec, _) in enumerate(rows) if spec.logprobs is not None]
         columns = (column.tolist() for column in choice.logprobs)
-        for (i, k), own, ids, values in zip(asking, *columns, strict=True):
+        for (i, k), own, ids, values in zip(_asking(rows), *columns, strict=True):
             top = dict(zip(ids[:k], values[:k], strict=True))
             samples[i] = Sample(token_ids[i], own, top | {token_ids[i]: own})
     for i, is_finite in enumerate(choice.finite.tolist()):
@@ -81,7 +80,7 @@ def sample(
     if is_plain(rows, ruled):
         return samples_of(choose(ops, logits, rows), rows)
     _, finite = ops.greedy(logits)
-    sound = logits.masked_fill(~finite[:, None], 0.0)
+    sound = logits if finite.all() else logits.masked_fill(~finite[:, None], 0.0)
     possible = _without_early_ends(sound, rows)
     possible, faults = apply_rules(possible, [(i, rules) for i, rules in ruled if finite[i]])
     choice = choose(ops, sound, rows, possible)
@@ -89,6 +88,11 @@ def sample(
     for i, fault in faults.items():
         samples[i] = fault
     return samples
+
+
+def _asking(rows: Sequence[Row]) -> list[tuple[int, int]]:
+    """(which row, of how many ids) for those that ask for log-probabilities."""
+    return [(i, spec.logprobs) for i, (spec, _) in enumerate(rows) if spec.logprobs is not None]
 
 
 def _early(rows: Sequence[Row]) -> list[int]:
