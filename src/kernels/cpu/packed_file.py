@@ -14,9 +14,9 @@ import tempfile
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from types import MappingProxyType
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ class PackedFile:
             logger.warning("packed weights cannot be kept in %s: %s", self._path, str(why))
 
 
-def _read(file: BinaryIO, key: str, memory: HugePages) -> list[PackedWeight]:
+def _read(file: BufferedReader, key: str, memory: HugePages) -> list[PackedWeight]:
     """Raises ValueError if it is not the file of this key, whole and undamaged."""
     checksum, _, description = file.readline().rstrip(b"\n").partition(b" ")
     if checksum != _checksum(description):
@@ -93,9 +93,9 @@ def _read(file: BinaryIO, key: str, memory: HugePages) -> list[PackedWeight]:
     return weights
 
 
-def _fill(buffer: memoryview, file: BinaryIO) -> None:
+def _fill(buffer: memoryview, file: BufferedReader) -> None:
     while len(buffer):  # the system reads two GiB at once at most
-        count = file.readinto(buffer)  # type: ignore[attr-defined]  # every binary file has it
+        count = file.readinto(buffer)
         if count == 0:
             raise ValueError("it is cut short")
         buffer = buffer[count:]
