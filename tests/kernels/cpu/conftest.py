@@ -62,3 +62,21 @@ def make_ops(isa: str) -> MakeOps:
 def untouched(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Zeros that take address space alone: the system gives memory to what is written."""
     return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
+class Network:
+    """Logits [T, columns] of ids, token by token: an embedding and linears one behind another."""
+
+    def __init__(self, ops: CpuOps, *, vocab: int = 50, hidden: int = 24, columns: int = 7) -> None:
+        noise = torch.Generator().manual_seed(0)
+        self.ops = ops
+        self._table = ops.pack_table(torch.randn(vocab, hidden, generator=noise))
+        weights = (torch.randn(hidden, hidden, generator=noise) / hidden**0.5 for _ in range(8))
+        self._weights = [ops.pack_linear(weight) for weight in weights]
+        self._head = ops.pack_linear(torch.randn(columns, hidden, generator=noise))
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        x = self.ops.embedding(ids, self._table)
+        for weight in self._weights:
+            x = self.ops.linear(x, weight)
+        return self.ops.linear(x, self._head)

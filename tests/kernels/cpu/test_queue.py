@@ -14,31 +14,19 @@ import torch
 from torch import Tensor
 
 from motet.kernels.cpu.ops import CpuOps
-from tests.kernels.cpu.conftest import MakeOps
+from tests.kernels.cpu.conftest import MakeOps, Network
 
 VOCAB = 50
 
 
-class Network:
-    """Logits of the next token from this one alone; slow enough that a step is under way while others come."""
-
-    def __init__(self, ops: CpuOps) -> None:
-        noise = torch.Generator().manual_seed(0)
-        self.ops = ops
-        self._table = ops.pack_table(torch.randn(VOCAB, 256, generator=noise))
-        self._weights = [ops.pack_linear(torch.randn(256, 256, generator=noise) / 16) for _ in range(8)]
-        self._head = ops.pack_linear(torch.randn(VOCAB, 256, generator=noise))
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        x = self.ops.embedding(ids, self._table)
-        for weight in self._weights:
-            x = self.ops.linear(x, weight)
-        return self.ops.linear(x, self._head)
+def make_network(ops: CpuOps) -> Network:
+    """Slow enough that a step is under way while others come."""
+    return Network(ops, vocab=VOCAB, hidden=256, columns=VOCAB)
 
 
 @pytest.fixture
 def network(make_ops: MakeOps) -> Network:
-    return Network(make_ops())
+    return make_network(make_ops())
 
 
 def test_steps_run_behind_each_other_each_on_the_tokens_of_the_one_before(network: Network) -> None:
@@ -73,7 +61,7 @@ def test_steps_run_behind_each_other_each_on_the_tokens_of_the_one_before(networ
 
 def test_what_a_step_names_is_kept_until_it_has_run(make_ops: MakeOps) -> None:
     def start() -> tuple[Tensor, Callable[[], None], Ref[Network]]:
-        network = Network(make_ops())
+        network = make_network(make_ops())
         ids = torch.arange(3)
         replay = network.ops.record(lambda: network(ids), [ids])
         assert replay is not None
@@ -94,12 +82,12 @@ def test_what_a_step_names_is_kept_until_it_has_run(make_ops: MakeOps) -> None:
         del wait, result
         gc.collect()
         assert network() is None
-    assert torch.equal(Network(make_ops())(torch.arange(3)), expected)
+    assert torch.equal(make_network(make_ops())(torch.arange(3)), expected)
 
 
 def test_steps_that_nobody_waits_for_end_with_the_backend(make_ops: MakeOps) -> None:
     def start() -> None:
-        network = Network(make_ops())
+        network = make_network(make_ops())
         ids = torch.arange(3)
         replay = network.ops.record(lambda: network(ids), [ids])
         assert replay is not None

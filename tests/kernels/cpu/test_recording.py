@@ -12,27 +12,11 @@ from torch import Tensor
 
 from motet.kernels.cpu.ops import CpuOps
 from motet.kernels.cpu.recording import _lay_out
-from tests.kernels.cpu.conftest import MakeOps
+from tests.kernels.cpu.conftest import MakeOps, Network
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-class Network:
-    """An embedding and linears one behind another."""
-
-    def __init__(self, ops: CpuOps) -> None:
-        self._ops = ops
-        self._table = ops.pack_table(random(50, 24))
-        self._weights = [ops.pack_linear(random(24, 24, seed=i) / 5) for i in range(1, 9)]
-        self._last = ops.pack_linear(random(7, 24, seed=9))
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        x = self._ops.embedding(ids, self._table)
-        for weight in self._weights:
-            x = self._ops.linear(x, weight)
-        return self._ops.linear(x, self._last)
 
 
 @pytest.fixture
