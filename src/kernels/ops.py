@@ -102,10 +102,11 @@ class Ops(ABC):
     """Whether weights that the checkpoint holds as `Blocks` shall stay so: `pack_blocks` then comes first."""
 
     def record(self, step: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Replay | None:
-        """Runs a step and gives what runs it again on other inputs, with little beside the ops themselves.
+        """What runs a step on other inputs, with little beside the ops themselves.
 
-        inputs: every array that the step reads and that differs from step to step; all else stays as it is: the
-        weights, the KV caches, the number of rows. None: this backend records nothing, or nothing of this step.
+        The step is called once, to learn its ops; nothing is computed by that. inputs: every array that it reads and
+        that differs from step to step; all else stays as it is: the weights, the KV caches, the number of rows. None:
+        this backend records nothing, or nothing of this step.
         """
         return None
 

@@ -70,12 +70,16 @@ class CpuOps(Ops):
         """Where programs keep their tensors between ops; only one runs at a time."""
 
     def _run(self, op: str, *arguments: Argument) -> None:
-        """Calls an op of the library; a tensor, contiguous, stands for its address, None for no address."""
+        """Calls an op of the library; a tensor, contiguous, stands for its address, None for no address.
+
+        Within `record` and `start` the call is noted only.
+        """
         if self._calls.deferred is not None:
             self._calls.deferred.call(op, arguments)
             return
         if self._calls.recording is not None:
             self._calls.recording.calls.append((op, arguments))
+            return
         function = getattr(self._library, f"motet_{op}")
         function(self._threads.handle, *[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments])
 

@@ -47,12 +47,11 @@ class Recording:
         self._reader = len(self.calls)
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what torch allocates for a recording; refuses what it computes, which a replay would leave out."""
+class _Notes:
+    """What `Watch` does, which torch must not find in its class: it would import its whole compiler, a second's
+    work in the midst of serving, only to say that none of this is to be compiled."""
 
-    def __init__(self, recording: Recording) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recording = recording
+    _recording: Recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -61,6 +60,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif not func.is_view:
             raise NotRecordable(f"{func} is computed by torch")
         return result
+
+
+class Watch(_Notes, TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what torch allocates for a recording; refuses what it computes, which a replay would leave out."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recording = recording
 
 
 class Readers(TorchFunctionMode):

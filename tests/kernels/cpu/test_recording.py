@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -56,6 +58,33 @@ def test_a_step_that_returns_no_row_is_replayed_too(ops: CpuOps) -> None:
         replay = ops.record(lambda: network(ids), [ids])
         assert replay is not None
         assert replay([ids]).shape == (0, 7)
+
+
+def test_recording_computes_nothing(ops: CpuOps) -> None:
+    x, residual, last = random(3, 4), torch.zeros(3, 4), torch.tensor([2])
+
+    def step() -> Tensor:
+        ops.add_residual(x, residual)
+        return ops.take_rows(residual, last)
+
+    replay = ops.record(step, [x, residual])
+    assert replay is not None
+    assert not residual.any()
+    assert torch.equal(replay([x, residual]), x[2:])
+
+
+def test_recording_imports_nothing() -> None:
+    code = """
+import sys, torch
+from motet.kernels.cpu.library import open_library
+from motet.kernels.cpu.ops import CpuOps
+ops = CpuOps(*open_library(), torch.float32, 1)
+before = set(sys.modules)
+assert ops.record(lambda: ops.zeros_like(torch.empty(2)), []) is not None
+print(*set(sys.modules) - before)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == [], "while requests are served, that would take a second"
 
 
 def test_a_step_that_torch_computes_in_part_is_not_recorded(
