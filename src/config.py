@@ -59,6 +59,11 @@ class EngineConfig(Frozen):
     """Token budget of one step, prefill chunks and decodes together. None: 128 on a CPU.
     At least `max_num_seqs` is needed so that every running request can advance in each step."""
 
+    itl_target: float | None = Field(default=None, gt=0.0)
+    """Seconds that a step should take at most while requests wait for their next token: prompts get so much less of
+    each step, down to 16 tokens, as that takes. The budget of a step is learnt from the time of those before it. None:
+    `max_num_batched_tokens` always."""
+
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens in a KV block."""
 

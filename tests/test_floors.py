@@ -65,6 +65,7 @@ BOOKKEEPING = [
     "runtime/scheduler.py",
     "runtime/scheduler_output.py",
     "runtime/statistics.py",
+    "runtime/step_budget.py",
     "runtime/tenants.py",
 ]
 

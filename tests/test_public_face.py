@@ -126,6 +126,7 @@ DEFAULTS = {
         "max_model_len": None,
         "max_num_seqs": 64,
         "max_num_batched_tokens": None,
+        "itl_target": None,
         "block_size": 16,
         "kv_cache_bytes": None,
         "enable_prefix_caching": True,

@@ -104,6 +104,7 @@ def build_runtime(
         POLICIES[config.policy],
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens or CPU_BATCHED_TOKENS,
+        itl_target=config.itl_target,
         on_release=on_release,
     )
     intake = Intake(

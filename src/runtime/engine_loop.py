@@ -129,7 +129,9 @@ class EngineLoop:
         deltas = self._core.step()
         plan = self._core.last_plan
         assert plan is not None
-        self._meter.step(plan, time.monotonic() - start)
+        seconds = time.monotonic() - start
+        self._core.scheduler.step_budget.observe(plan, seconds)
+        self._meter.step(plan, seconds)
         return deltas
 
     def _tell(self, deltas: Sequence[Delta]) -> None:

@@ -17,6 +17,7 @@ from motet.runtime.kv_cache_manager import KVCacheManager
 from motet.runtime.policy import Policy, order
 from motet.runtime.request import Delta, FinishReason, Request, RequestStatus
 from motet.runtime.scheduler_output import IN_FLIGHT, Chunk, NewRequest, SchedulerOutput, StepResult
+from motet.runtime.step_budget import StepBudget
 
 
 class Scheduler:
@@ -35,11 +36,13 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        itl_target: float | None = None,
         on_release: Callable[[Request], None] = lambda request: None,
     ) -> None:
         self.kv = kv
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.step_budget = StepBudget(max_num_batched_tokens, itl_target)
         self.num_preemptions = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
@@ -150,7 +153,7 @@ class Scheduler:
         from the last in that order, which the walk has not reached: planning never undoes itself. A victim that
         a plan in flight names sits this plan out instead, and gives its blocks to the next one.
         """
-        budget = self.max_num_batched_tokens
+        budget = self.step_budget.tokens(self._running)
         self._running.sort(key=self._order)
         unvisited = list(self._running)
         new: list[NewRequest] = []

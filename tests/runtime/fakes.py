@@ -165,6 +165,7 @@ def make_scheduler(
     max_num_seqs: int = 4,
     max_num_batched_tokens: int = 16,
     policy: str = "priority",
+    itl_target: float | None = None,
     enable_prefix_caching: bool = True,
     on_release: Callable[[Request], None] = lambda request: None,
 ) -> Scheduler:
@@ -173,6 +174,7 @@ def make_scheduler(
         POLICIES[policy],
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        itl_target=itl_target,
         on_release=on_release,
     )
 
