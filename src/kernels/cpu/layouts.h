@@ -5,8 +5,8 @@
 
 namespace motet {
 
-// int4: panels [N/32][K/group] of such groups, each the 32 scales and 32 minima in half precision, then codes
-// [group/8][32][4]: four k in the lower halves of the bytes, the next four in the upper ones.
+// int4: panels [N/P][K/group] of such groups, each the P scales and P minima in half precision, then codes
+// [group/8][P][4]: four k in the lower halves of the bytes, the next four in the upper ones.
 struct Group {
   int64_t size;  // k
 
@@ -21,8 +21,8 @@ struct Group {
 
 constexpr int64_t kOctets = kPanel * kQuad;  // bytes of eight k of a panel
 
-// int8: panels [N/32][K/4][32][4] of codes + 128, since the hardware multiplies unsigned by signed bytes. Their scales lie
-// apart: [N] floats, one for each column; or [N/32][K/group][32] halves, one for each column's group of k.
+// int8: panels [N/P][K/4][P][4] of codes + 128, since the hardware multiplies unsigned by signed bytes. Their scales lie
+// apart: [N] floats, one for each column; or [N/P][K/group][P] halves, one for each column's group of k.
 constexpr int32_t kZero = 128;  // the byte that stands for a weight of 0
 
 inline int64_t place(int64_t column, int64_t k, int64_t depth) {

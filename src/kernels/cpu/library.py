@@ -173,6 +173,7 @@ def open_library(isa: str | None = None) -> tuple[str, ctypes.CDLL]:
     isa = choose(isa)
     library = _open(isa)
     handle = ctypes.c_void_p
+    _declare(library, "panel_columns", (), ctypes.c_int64)
     _declare(library, "threads_new", (ctypes.c_int,), handle)
     _declare(library, "threads_delete", (handle,))
     for name, parameters in _OPS.items():

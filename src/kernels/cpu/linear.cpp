@@ -1,7 +1,7 @@
 // Products with packed weights: y = x · wᵀ (+ bias), x and y in float32, w in float32 or bf16.
 //
-// A weight [N, K] lies in panels of 32 columns (of y), so that a panel is read from end to end: float32 as
-// [N/32][K][32], bf16 as [N/32][K/2][32][2]; what lacks to whole panels and pairs is 0. Each y sums its K products one
+// A weight [N, K] lies in panels of P columns (of y), so that a panel is read from end to end: float32 as
+// [N/P][K][P], bf16 as [N/P][K/2][P][2]; what lacks to whole panels and pairs is 0. Each y sums its K products one
 // by one in the order of k, by fused multiply-adds, however many rows there are: a row's result does not depend
 // on its company. (After "Anatomy of High-Performance Matrix Multiplication", Goto and van de Geijn, 2008.)
 #include "abi.h"
@@ -11,22 +11,19 @@ namespace motet {
 namespace {
 
 // Rows whose sums, with the weights they meet, fit the registers.
-#if defined(__AVX512F__)
-constexpr int kTileRows = 12;
-#elif defined(__AVX2__)
-constexpr int kTileRows = 3;
-#elif defined(__ARM_NEON)
-constexpr int kTileRows = 2;
+#if defined(__AVX512F__) || defined(__ARM_NEON)
+constexpr int kTileRows = 8;  // of 32 registers
 #else
-constexpr int kTileRows = 1;
+constexpr int kTileRows = 4;  // of 16
 #endif
 
-// Of a panel, as many k at most as stay in the second-level cache, besides what comes next, while tile after tile of
-// rows meets them.
+// Of a panel, as many k at most as stay in the second-level cache, with all rows of a block and what comes next, while
+// tile after tile meets them.
 constexpr int64_t kDepth = 768;
 
-// After so many k a tile fetches some more of what comes next.
-constexpr int64_t kFetchDepth = 16;
+// After so many k a tile fetches some more of what comes next: few lines at once, for a core has room for few on their
+// way.
+constexpr int64_t kFetchDepth = 4;
 
 struct Product {
   const float* x;
@@ -91,16 +88,6 @@ void all_rows(const Product& p, Rows rows, int64_t panel, const W* w, int64_t be
   for_tiles<kTileRows>(rows, [&](int64_t row, auto size) { tile<size>(p, row, panel, w, begin, depth, ahead); });
 }
 
-// k by k as float32, so that unpacking costs once what many tiles then read.
-void unpack_block(const bf16* w, int64_t depth, float* block) {
-  for (int64_t k = 0; k < depth; k += 2, w += 2 * kPanel, block += 2 * kPanel)
-    for (int v = 0; v < kVectors; v++) {
-      const vu pairs = load_pairs(w + 2 * v * kLanes);
-      store(block + v * kLanes, even(pairs));
-      store(block + kPanel + v * kLanes, odd(pairs));
-    }
-}
-
 // Of K, as many as a panel holds.
 int64_t depth_of(const float*, int64_t inner) { return inner; }
 int64_t depth_of(const bf16*, int64_t inner) { return (inner + 1) / 2 * 2; }
@@ -108,25 +95,13 @@ int64_t depth_of(const bf16*, int64_t inner) { return (inner + 1) / 2 * 2; }
 // Of a tile; a few more where K is met in parts.
 int64_t num_fetches(int64_t inner) { return inner / kFetchDepth + 1; }
 
-void panel_product(const Product& p, Rows rows, int64_t panel, const float* w, const float* next) {
-  const int64_t size = p.inner * kPanel, tiles = num_tiles<kTileRows>(rows.count);
-  Ahead ahead(next, size * sizeof *w, tiles * num_fetches(p.inner));
-  const int64_t step = tiles > 1 ? equal_part(p.inner, kDepth) : p.inner;
-  for (int64_t k = 0; k < p.inner; k += step)
-    all_rows(p, rows, panel, w + k * kPanel, k, p.inner - k < step ? p.inner - k : step, ahead);
-}
-
-void panel_product(const Product& p, Rows rows, int64_t panel, const bf16* w, const bf16* next) {
+template <class W>
+void panel_product(const Product& p, Rows rows, int64_t panel, const W* w, const W* next) {
   const int64_t size = depth_of(w, p.inner) * kPanel, tiles = num_tiles<kTileRows>(rows.count);
   Ahead ahead(next, size * sizeof *w, tiles * num_fetches(p.inner));
-  if (tiles == 1) return all_rows(p, rows, panel, w, 0, p.inner, ahead);
-  alignas(64) float block[kDepth * kPanel];
-  const int64_t step = 2 * equal_part(depth_of(w, p.inner) / 2, kDepth / 2);
-  for (int64_t k = 0; k < p.inner; k += step) {
-    const int64_t depth = p.inner - k < step ? p.inner - k : step;
-    unpack_block(w + k * kPanel, depth, block);
-    all_rows(p, rows, panel, block, k, depth, ahead);
-  }
+  const int64_t step = tiles > 1 ? 2 * equal_part((p.inner + 1) / 2, kDepth / 2) : p.inner;
+  for (int64_t k = 0; k < p.inner; k += step)
+    all_rows(p, rows, panel, w + k * kPanel, k, p.inner - k < step ? p.inner - k : step, ahead);
 }
 
 template <class W>
@@ -196,6 +171,9 @@ using namespace motet;
     gather(*threads, ids, count, packed, inner, out);                                                            \
   }                                                                                                              \
   MOTET_RECORDABLE(motet_gather_##SUFFIX)
+
+// How many columns a panel has: those of all formats, as whoever allocates packed weights must know.
+MOTET_API int64_t motet_panel_columns() { return kPanel; }
 
 MOTET_LINEAR(float, f32)
 MOTET_LINEAR(bf16, bf16)

@@ -1,7 +1,7 @@
 // Products with packed bf16 weights of activations that are rounded to bf16 as well: y = x · wᵀ (+ bias), two products
 // by each instruction, on processors that have one for it (see `dot2`; the others would gain nothing).
 //
-// A weight lies as in linear.cpp, [N/32][K/2][32][2]. Each y sums its pairs of products one by one in the order of k,
+// A weight lies as in linear.cpp, [N/P][K/2][P][2]. Each y sums its pairs of products one by one in the order of k,
 // however many rows there are: a row's result does not depend on its company.
 #include <algorithm>
 
@@ -15,7 +15,7 @@ constexpr int64_t kPair = 2;
 
 // Rows whose sums, with the weights they meet, fit the registers.
 #if defined(__AVX512F__)
-constexpr int kTileRows = 12;
+constexpr int kTileRows = 8;
 #else
 constexpr int kTileRows = 1;
 #endif

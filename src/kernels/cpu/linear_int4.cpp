@@ -43,7 +43,7 @@ MOTET_INLINE void multiply_codes(vi (&dots)[R][kVectors], const int8_t* x, int64
     for (int v = 0; v < kVectors; v++) dots[r][v] += upper[r][v];
 }
 
-// Codes a byte each, [depth/4][32][4], so that unpacking costs once what many tiles then read.
+// Codes a byte each, [depth/4][P][4], so that unpacking costs once what many tiles then read.
 void unpack_codes(const uint8_t* codes, int64_t depth, uint8_t* bytes) {
   for (int64_t k = 0; k < depth; k += 2 * kQuad, codes += kOctets, bytes += 2 * kOctets)
     for (int i = 0; i < kOctets; i += kLanes * kQuad) {

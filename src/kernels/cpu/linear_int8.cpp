@@ -14,6 +14,9 @@
 namespace motet {
 namespace {
 
+// After so many k a tile fetches some more of what comes next: few lines at once, as in linear.cpp.
+constexpr int64_t kFetchDepth = 16;
+
 // Scale: float, for each column, up to whole panels; or half, for each group.
 template <class Scale>
 struct Product {
@@ -35,14 +38,16 @@ void tile(const Product<Scale>& p, int64_t row, int64_t panel, Ahead& ahead) {
   Sums<R> sums;
   sums.clear();
   for (int64_t g = 0; g < x.groups; g++) {
-    ahead.fetch();
-    const int64_t begin = g * x.group;
+    const int64_t begin = g * x.group, end = std::min(depth, begin + x.group);
     const float* x_scale = x.scale + row * x.groups + g;
     const int32_t* sum = x.sum + row * x.groups + g;
     vi dots[R][kVectors];
     for (int r = 0; r < R; r++)
       for (int v = 0; v < kVectors; v++) dots[r][v] = splat_i(sum[r * x.groups]);
-    multiply<R>(dots, x.q + row * x.depth + begin, x.depth, w + begin * kPanel, std::min(x.group, depth - begin));
+    for (int64_t k = begin; k < end; k += kFetchDepth) {
+      ahead.fetch();
+      multiply<R>(dots, x.q + row * x.depth + k, x.depth, w + k * kPanel, std::min(kFetchDepth, end - k));
+    }
     for (int v = 0; v < kVectors; v++) {
       vf w_scale = {};
       if constexpr (kGrouped) w_scale = load_half(p.scales + (panel * x.groups + g) * kPanel + v * kLanes);
@@ -68,7 +73,8 @@ void linear(Threads& threads, const float* x, const Product<Scale>& p) {
   p.x.fill(threads, x);
   const int64_t bytes = round_up(p.x.inner, kQuad) * kPanel;
   for_panels(threads, p.x.rows, p.columns, [&](Rows rows, int64_t panel, int64_t next) {
-    Ahead ahead(p.w + next * bytes, bytes, num_tiles<kTileRows>(rows.count) * p.x.groups);
+    const int64_t fetches = p.x.groups * (p.x.group / kFetchDepth);
+    Ahead ahead(p.w + next * bytes, bytes, num_tiles<kTileRows>(rows.count) * fetches);
     for_tiles<kTileRows>(rows, [&](int64_t row, auto size) { tile<size>(p, row, panel, ahead); });
   });
 }

@@ -23,7 +23,7 @@ from motet.kernels.cpu.lora import CpuLoRA
 from motet.kernels.cpu.memory import HugePages
 from motet.kernels.cpu.packed_file import PackedFile
 from motet.kernels.cpu.recording import Argument, Deferred, NotRecordable, Program, Readers, Recording, Watch
-from motet.kernels.cpu.weights import FORMATS, INT4_GROUP, INT8_GROUP, PackedWeight, fits_int4
+from motet.kernels.cpu.weights import FORMATS, INT4_GROUP, INT8_GROUP, PackedWeight, Panels, fits_int4
 from motet.kernels.ops import BLOCK, Blocks, LoRASlices, Ops, Quantization, Replay, SamplingRows
 
 logger = logging.getLogger("motet")
@@ -62,6 +62,7 @@ class CpuOps(Ops):
         self._library = library
         self._threads = Threads(library, threads)
         self._memory = HugePages()
+        self._panels = Panels(library.motet_panel_columns(), self._memory)
         self._packed_file: PackedFile | None = None
         self._calls = _Calls()
         self._queued: deque[tuple[int, object]] = deque()
@@ -133,7 +134,7 @@ class CpuOps(Ops):
             return
         name = f"{model.hex()[:32]}-{self._quantization}-{FORMATS[self.dtype]}"
         library = hashlib.blake2b(Path(self._library._name).read_bytes()).hexdigest()
-        self._packed_file = PackedFile(folder / name, f"{model.hex()} {name} {library}", self._memory)
+        self._packed_file = PackedFile(folder / name, f"{model.hex()} {name} {library}", self._panels)
         try:
             yield
             self._packed_file.write()
@@ -155,13 +156,13 @@ class CpuOps(Ops):
         weight = weight.contiguous()
         suffix = FORMATS[weight.dtype]
         if quantization == "int8":
-            packed = PackedWeight.empty_int8(columns, inner, INT8_GROUP, self._memory)
+            packed = self._panels.int8(columns, inner, INT8_GROUP)
             self._run(f"pack_int8_{suffix}", weight, columns, inner, packed.data, packed.scales)
         elif quantization == "int4":
-            packed = PackedWeight.empty_int4(columns, inner, INT4_GROUP, self._memory)
+            packed = self._panels.int4(columns, inner, INT4_GROUP)
             self._run(f"pack_int4_{suffix}", weight, columns, inner, packed.group, packed.data)
         else:
-            packed = PackedWeight.empty(columns, inner, weight.dtype, self._memory)
+            packed = self._panels.floats(columns, inner, weight.dtype)
             self._run(f"pack_{suffix}", weight, columns, inner, packed.data)
         return packed
 
@@ -169,9 +170,9 @@ class CpuOps(Ops):
         kinds = {part.kind for part in parts}
         columns, inner = sum(len(part.rows) for part in parts), parts[0].inner
         if kinds == {"Q8_0"}:
-            packed = PackedWeight.empty_int8_grouped(columns, inner, BLOCK, self._memory)
+            packed = self._panels.int8_grouped(columns, inner, BLOCK)
         elif kinds <= {"Q4_0", "Q4_1"} and all(map(fits_int4, parts)):
-            packed = PackedWeight.empty_int4(columns, inner, BLOCK, self._memory)
+            packed = self._panels.int4(columns, inner, BLOCK)
         else:
             return None
         first = 0

@@ -12,40 +12,30 @@ import logging
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from motet.kernels.cpu.memory import HugePages
-from motet.kernels.cpu.weights import INT4_GROUP, INT8_GROUP, PackedWeight
+from motet.kernels.cpu.weights import INT4_GROUP, INT8_GROUP, PackedWeight, Panels
 
 logger = logging.getLogger("motet")
-
-_EMPTY: Mapping[str, Callable[[int, int, HugePages], PackedWeight]] = MappingProxyType(
-    {
-        "int8": lambda columns, inner, memory: PackedWeight.empty_int8(columns, inner, INT8_GROUP, memory),
-        "int4": lambda columns, inner, memory: PackedWeight.empty_int4(columns, inner, INT4_GROUP, memory),
-    }
-)
-"""By format: memory for a weight [columns, inner]."""
 
 
 class PackedFile:
     """The weights of one model, one after another: as they were packed last time, or packed now and kept."""
 
-    def __init__(self, path: Path, key: str, memory: HugePages) -> None:
+    def __init__(self, path: Path, key: str, panels: Panels) -> None:
         """key: all that the bytes depend on. What is there is read at once."""
         self._path = path
         self._key = key
         self._weights: list[PackedWeight] = []
         try:
             with path.open("rb") as file:
-                self._weights = _read(file, key, memory)
+                self._weights = _read(file, key, panels)
         except FileNotFoundError:
             logger.info("packed weights will be kept in %s", path)
         except (OSError, ValueError) as why:
@@ -73,7 +63,7 @@ class PackedFile:
             logger.warning("packed weights cannot be kept in %s: %s", self._path, str(why))
 
 
-def _read(file: BufferedReader, key: str, memory: HugePages) -> list[PackedWeight]:
+def _read(file: BufferedReader, key: str, panels: Panels) -> list[PackedWeight]:
     """Raises ValueError if it is not the file of this key, whole and undamaged."""
     checksum, _, description = file.readline().rstrip(b"\n").partition(b" ")
     if checksum != _checksum(description):
@@ -83,7 +73,11 @@ def _read(file: BufferedReader, key: str, memory: HugePages) -> list[PackedWeigh
         raise ValueError("it is of another model, setting or build of the library")
     weights = []
     for format, columns, inner, checksums in described["weights"]:
-        weight = _EMPTY[format](columns, inner, memory)
+        weight = (
+            panels.int8(columns, inner, INT8_GROUP)
+            if format == "int8"
+            else panels.int4(columns, inner, INT4_GROUP)
+        )
         for tensor, expected in zip(weight.memory, checksums, strict=True):
             buffer = _bytes(tensor)
             _fill(buffer, file)

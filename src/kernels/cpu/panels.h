@@ -1,5 +1,5 @@
-// Weights [N, K] lie in panels of 32 columns (of y = x · wᵀ), each read from end to end; this is what all formats of them
-// share: the sums of a tile of rows and one panel, and how the work is cut up and fed from memory.
+// Weights [N, K] lie in panels of P = kPanel columns (of y = x · wᵀ), each read from end to end; this is what all
+// formats of them share: the sums of a tile of rows and one panel, and how the work is cut up and fed from memory.
 #pragma once
 
 #include <type_traits>
@@ -9,8 +9,10 @@
 
 namespace motet {
 
-constexpr int kPanel = 32;
-constexpr int kVectors = kPanel / kLanes;
+// Three vectors make the tile whose sums fill the registers about as wide as it is high: the fewest loads for its
+// products, which else leave the multipliers waiting.
+constexpr int kVectors = 3;
+constexpr int kPanel = kVectors * kLanes;
 
 inline int64_t num_panels(int64_t columns) { return (columns + kPanel - 1) / kPanel; }
 

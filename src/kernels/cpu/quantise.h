@@ -61,7 +61,7 @@ MOTET_INLINE int32_t load_quad(const void* bytes) {
   return quad;
 }
 
-// dots += the products of R rows of x (`stride` bytes apart) and a panel of unsigned bytes [depth/4][32][4].
+// dots += the products of R rows of x (`stride` bytes apart) and a panel of unsigned bytes [depth/4][P][4].
 template <int R>
 MOTET_INLINE void multiply(vi (&dots)[R][kVectors], const int8_t* x, int64_t stride, const uint8_t* w,
                            int64_t depth) {

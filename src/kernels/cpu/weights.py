@@ -10,9 +10,6 @@ from torch import Tensor
 from motet.kernels.cpu.memory import HugePages
 from motet.kernels.ops import BLOCK, Blocks
 
-PANEL = 32
-"""Columns (of the linear's output) that lie together, as in `panels.h`."""
-
 PAIR = 2
 """Of bf16 along K that lie together."""
 
@@ -31,10 +28,10 @@ FORMATS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """Panels of 32 columns; what lacks to whole panels, pairs, quads and groups weighs nothing.
+    """Panels of P columns; what lacks to whole panels, pairs, quads and groups weighs nothing.
 
-    Float32 as [N / 32, K, 32], bf16 as [N / 32, K / 2, 32, 2], int8 as [N / 32, K / 4, 32, 4] and a scale for each
-    column or ("int8_grouped") for each column's group, int4 as groups with their scales and minima (see `layouts.h`).
+    Float32 as [N / P, K, P], bf16 as [N / P, K / 2, P, 2], int8 as [N / P, K / 4, P, 4] and a scale for each column or
+    ("int8_grouped") for each column's group, int4 as groups with their scales and minima (see `layouts.h`).
     """
 
     format: str  # "f32", "bf16", "int8", "int8_grouped" or "int4"
@@ -42,35 +39,9 @@ class PackedWeight:
     columns: int  # N
     inner: int  # K
     scales: Tensor | None = None
-    """int8: [N] float32, up to whole panels. int8_grouped: [N / 32, K / group, 32] float16."""
+    """int8: [N] float32, up to whole panels. int8_grouped: [N / P, K / group, P] float16."""
     group: int = 0
     """Of K, with a scale of their own: activations that meet quantised weights, weights in int8_grouped and int4."""
-
-    @classmethod
-    def empty(cls, columns: int, inner: int, dtype: torch.dtype, memory: HugePages) -> PackedWeight:
-        """In the format of floats of this dtype."""
-        depth = _whole(inner, PAIR) if dtype == torch.bfloat16 else inner
-        data = memory.empty(_whole(columns, PANEL) * depth, dtype)
-        return cls(FORMATS[dtype], data, columns, inner)
-
-    @classmethod
-    def empty_int8(cls, columns: int, inner: int, group: int, memory: HugePages) -> PackedWeight:
-        padded = _whole(columns, PANEL)
-        data = memory.empty(padded * _whole(inner, QUAD), torch.uint8)
-        return cls("int8", data, columns, inner, memory.empty(padded, torch.float32), group)
-
-    @classmethod
-    def empty_int8_grouped(cls, columns: int, inner: int, group: int, memory: HugePages) -> PackedWeight:
-        padded = _whole(columns, PANEL)
-        data = memory.empty(padded * _whole(inner, QUAD), torch.uint8)
-        scales = memory.empty(padded * -(-inner // group), torch.float16)
-        return cls("int8_grouped", data, columns, inner, scales, group)
-
-    @classmethod
-    def empty_int4(cls, columns: int, inner: int, group: int, memory: HugePages) -> PackedWeight:
-        bytes_per_column = 4 + group // 2
-        data = memory.empty(_whole(columns, PANEL) * -(-inner // group) * bytes_per_column, torch.uint8)
-        return cls("int4", data, columns, inner, group=group)
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
@@ -87,6 +58,39 @@ class PackedWeight:
             return torch.empty(rows, _whole(self.inner, PAIR), dtype=torch.bfloat16)
         groups = -(-self.inner // self.group)
         return torch.empty(rows * groups * (2 + self.group // 4))
+
+
+@dataclass(frozen=True)
+class Panels:
+    """Makes room for weights as a build of the library reads them: in panels of so many `columns`, as in `panels.h`."""
+
+    columns: int
+    memory: HugePages
+
+    def floats(self, columns: int, inner: int, dtype: torch.dtype) -> PackedWeight:
+        depth = _whole(inner, PAIR) if dtype == torch.bfloat16 else inner
+        data = self.memory.empty(self._whole(columns) * depth, dtype)
+        return PackedWeight(FORMATS[dtype], data, columns, inner)
+
+    def int8(self, columns: int, inner: int, group: int) -> PackedWeight:
+        padded = self._whole(columns)
+        data = self.memory.empty(padded * _whole(inner, QUAD), torch.uint8)
+        scales = self.memory.empty(padded, torch.float32)
+        return PackedWeight("int8", data, columns, inner, scales, group)
+
+    def int8_grouped(self, columns: int, inner: int, group: int) -> PackedWeight:
+        padded = self._whole(columns)
+        data = self.memory.empty(padded * _whole(inner, QUAD), torch.uint8)
+        scales = self.memory.empty(padded * -(-inner // group), torch.float16)
+        return PackedWeight("int8_grouped", data, columns, inner, scales, group)
+
+    def int4(self, columns: int, inner: int, group: int) -> PackedWeight:
+        bytes_per_column = 4 + group // 2
+        data = self.memory.empty(self._whole(columns) * -(-inner // group) * bytes_per_column, torch.uint8)
+        return PackedWeight("int4", data, columns, inner, group=group)
+
+    def _whole(self, columns: int) -> int:
+        return _whole(columns, self.columns)
 
 
 def fits_int4(blocks: Blocks) -> bool:

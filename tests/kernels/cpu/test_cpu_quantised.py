@@ -9,13 +9,14 @@ from torch import Tensor
 from motet.errors import ModelError
 from motet.kernels.cpu import library as library_module
 from motet.kernels.cpu import ops as ops_module
+from motet.kernels.cpu.library import open_library
 from motet.kernels.cpu.weights import PackedWeight
 from motet.kernels.ops import Quantization, select_ops
 from motet.kernels.reference import ReferenceOps
 from tests.kernels.cpu.conftest import BUILDS, MakeOps
 
 SHAPES = pytest.mark.parametrize(
-    ("columns", "inner"), [(1, 1), (3, 5), (32, 64), (33, 65), (31, 127), (70, 96), (64, 576), (130, 200)]
+    ("columns", "inner"), [(1, 1), (3, 5), (48, 64), (49, 65), (23, 127), (70, 96), (64, 576), (130, 200)]
 )
 """N, K: whole panels, quads and groups, and all that is not."""
 
@@ -122,27 +123,31 @@ def test_int8_keeps_each_weight_to_half_a_step(
     assert torch.equal(ops.unpack_linear(ops.pack_linear(weight.clone())), (q * scale).to(dtype))
 
 
-def decode_int4(packed: PackedWeight) -> Tensor:
-    """[N, K] from the bytes, as linear_int4.cpp describes them."""
-    groups = -(-packed.inner // packed.group)
-    data = packed.data.view(-1, groups, 128 + 16 * packed.group)
-    scale, minimum = (data[..., i : i + 64].contiguous().view(torch.float16).float() for i in (0, 64))
-    octets = data[..., 128:].reshape(len(data), groups, packed.group // 8, 32, 4)
+def decode_int4(packed: PackedWeight, panel: int) -> Tensor:
+    """[N, K] from the bytes, as layouts.h describes them, in panels of so many columns."""
+    groups, halves = (
+        -(-packed.inner // packed.group),
+        2 * panel,
+    )  # bytes of a group's scales, and of its minima
+    data = packed.data.view(-1, groups, 2 * halves + panel * packed.group // 2)
+    scale, minimum = (data[..., i : i + halves].contiguous().view(torch.float16).float() for i in (0, halves))
+    octets = data[..., 2 * halves :].reshape(len(data), groups, packed.group // 8, panel, 4)
     codes = torch.stack((octets & 15, octets >> 4), dim=3)  # [panel, group, octet, half, column, 4]
-    codes = codes.permute(0, 4, 1, 2, 3, 5).reshape(len(data), 32, groups, packed.group)
+    codes = codes.permute(0, 4, 1, 2, 3, 5).reshape(len(data), panel, groups, packed.group)
     weight = codes * scale.transpose(1, 2)[..., None] + minimum.transpose(1, 2)[..., None]
-    return weight.reshape(len(data) * 32, -1)[: packed.columns, : packed.inner]
+    return weight.reshape(len(data) * panel, -1)[: packed.columns, : packed.inner]
 
 
 @pytest.mark.parametrize("group", [32, 64])
 @DTYPES
 @SHAPES
 def test_int4_unpacks_what_its_codes_stand_for(
-    make_ops: MakeOps, columns: int, inner: int, dtype: torch.dtype, group: int
+    make_ops: MakeOps, isa: str, columns: int, inner: int, dtype: torch.dtype, group: int
 ) -> None:
     ops = make_ops(dtype, quantization="int4")
     packed = ops.pack_linear(torch.randn(columns, inner).to(dtype))
-    assert torch.equal(ops.unpack_linear(packed), decode_int4(packed).to(dtype))
+    decoded = decode_int4(packed, open_library(isa)[1].motet_panel_columns())
+    assert torch.equal(ops.unpack_linear(packed), decoded.to(dtype))
 
 
 @pytest.mark.parametrize("group", [32, 64])

@@ -13,6 +13,9 @@ from tests.kernels.cpu.conftest import BUILDS, MakeOps, untouched
 FAR = 1 << 31
 """Elements: an int32 ends before."""
 
+COLUMNS = 48
+"""Whole panels of every build."""
+
 FORMATS: list[tuple[torch.dtype, Quantization | None]] = [
     (torch.float32, None),
     (torch.bfloat16, None),
@@ -22,25 +25,25 @@ FORMATS: list[tuple[torch.dtype, Quantization | None]] = [
 
 
 def behind(inner: int, small: PackedWeight) -> PackedWeight:
-    """A weight of zeros whose last panel is that of `small` [32, inner]."""
+    """A weight of zeros whose last COLUMNS are `small` [COLUMNS, inner]."""
     size = small.data.numel()
-    panels = -(-FAR // size) + 2
-    data = untouched(panels * size, dtype=small.data.dtype)
+    times = -(-FAR // size) + 2
+    data = untouched(times * size, dtype=small.data.dtype)
     data[-size:] = small.data
     scales = small.scales
     if scales is not None:
-        scales = torch.zeros(panels * 32)
-        scales[-32:] = small.scales
-    return PackedWeight(small.format, data, panels * 32, inner, scales, small.group)
+        scales = torch.zeros(times * COLUMNS)
+        scales[-COLUMNS:] = small.scales
+    return PackedWeight(small.format, data, times * COLUMNS, inner, scales, small.group)
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), FORMATS[:3])
 def test_rows_of_a_table(make_ops: MakeOps, dtype: torch.dtype, quantization: Quantization | None) -> None:
     ops = make_ops(dtype, quantization=quantization)
-    small = ops.pack_table(torch.randn(32, 4096).to(dtype))
+    small = ops.pack_table(torch.randn(COLUMNS, 4096).to(dtype))
     far = behind(4096, small)
-    ids = torch.tensor([0, 31, 7])
-    assert torch.equal(ops.embedding(ids + far.columns - 32, far), ops.embedding(ids, small))
+    ids = torch.tensor([0, COLUMNS - 1, 7])
+    assert torch.equal(ops.embedding(ids + far.columns - COLUMNS, far), ops.embedding(ids, small))
 
 
 @pytest.mark.parametrize("isa", BUILDS[:1], indirect=True)
@@ -49,9 +52,9 @@ def test_panels_of_a_weight(make_ops: MakeOps, dtype: torch.dtype, quantization:
     """All of them are read, so one build is enough: they differ in their vectors alone."""
     ops = make_ops(dtype, quantization=quantization)
     x = torch.randn(1, 1 << 16)
-    small = ops.pack_linear(torch.randn(32, 1 << 16).to(dtype))
+    small = ops.pack_linear(torch.randn(COLUMNS, 1 << 16).to(dtype))
     y = ops.linear(x, behind(1 << 16, small))
-    assert torch.equal(y[:, -32:], ops.linear(x, small))
+    assert torch.equal(y[:, -COLUMNS:], ops.linear(x, small))
 
 
 def test_blocks_to_copy(make_ops: MakeOps) -> None:

@@ -11,10 +11,10 @@ from tests.kernels.cpu.conftest import MakeOps
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 SHAPES = pytest.mark.parametrize(
     "shape",
-    [(1, 1), (7, 1), (31, 2), (32, 37), (33, 64), (96, 255), (70, 256), (100, 257), (64, 515)],
+    [(1, 1), (7, 1), (23, 2), (48, 37), (49, 64), (96, 255), (70, 256), (100, 257), (64, 769), (25, 1541)],
     ids=str,
 )
-"""(N, K): around whole panels of 32 columns, pairs of K, and the 256 K that are kept in cache."""
+"""(N, K): around whole panels (of 48, 24 or 12 columns), pairs of K, and the 256 or 768 K that are kept in cache."""
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
