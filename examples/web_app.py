@@ -27,6 +27,7 @@ from motet import (
     EngineConfig,
     MotetError,
     QueueFull,
+    QuotaExceeded,
     SamplingParams,
     TokenStream,
 )
@@ -61,8 +62,12 @@ async def chat(request: Request) -> Response:
         return Response(status_code=400)
     except AdapterNotFound as error:
         return refusal(404, error)
-    except QueueFull as error:
-        return refusal(503, error, {"retry-after": str(round(error.retry_after) + 1)})
+    except (QueueFull, QuotaExceeded) as error:
+        return refusal(
+            503 if isinstance(error, QueueFull) else 429,
+            error,
+            {"retry-after": str(round(error.retry_after) + 1)},
+        )
     return StreamingResponse(events(stream), media_type="text/event-stream")
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # `as` makes each a public name for type checkers
     from motet.errors import MotetError as MotetError
     from motet.errors import PromptTooLong as PromptTooLong
     from motet.errors import QueueFull as QueueFull
+    from motet.errors import QuotaExceeded as QuotaExceeded
     from motet.errors import RequestAborted as RequestAborted
     from motet.errors import RequestFailed as RequestFailed
     from motet.errors import UnsupportedAdapter as UnsupportedAdapter
@@ -70,6 +71,7 @@ _HOMES = {
         "MotetError",
         "PromptTooLong",
         "QueueFull",
+        "QuotaExceeded",
         "RequestAborted",
         "RequestFailed",
         "UnsupportedAdapter",

@@ -78,7 +78,12 @@ class EngineConfig(Frozen):
     """Order of service: "priority" is larger `priority` first, then arrival; "fcfs" is arrival alone."""
 
     max_waiting: int | None = Field(default=None, ge=0)
-    """Most live requests beyond `max_num_seqs`; one more raises `QueueFull`. None: no limit."""
+    """Most live requests beyond `max_num_seqs`, those that a quota delays included; one more raises `QueueFull`. Each
+    of a request's n outputs counts, but the last that is let in may have any number. None: no limit."""
+
+    max_waiting_tokens: int | None = Field(default=None, ge=1)
+    """Most prompt tokens of requests that have not begun to run; a prompt with more than there is place for raises
+    `QueueFull`, from the first `__anext__` if it is text. Where none waits there is place for any. None: no limit."""
 
     adapter_bytes: int = Field(default=512 * MiB, ge=0, le=1 << 60)
     """Memory for adapter weights on the device. Taken from the system only as adapters fill it."""

@@ -20,6 +20,7 @@
     │   ├── DeadlineExceeded
     │   └── RequestAborted
     ├── QueueFull                            too many requests wait; `retry_after` in seconds
+    ├── QuotaExceeded                        so they do of a tenant beyond its quota; `retry_after` in seconds
     ├── EngineClosed                         not started yet, closing, or closed
     └── EngineDead                           a step failed for all; `cause` is what it raised
 
@@ -102,9 +103,21 @@ class RequestAborted(RequestFailed):
 
 
 class QueueFull(MotetError):
-    """As many requests wait as `EngineConfig.max_waiting` allows.
+    """As many requests wait, or prompts of so many tokens, as `max_waiting` and `max_waiting_tokens` of the engine's
+    config or the tenant's policy allow.
 
     `retry_after` is an estimate in seconds of when a place may be free.
+    """
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class QuotaExceeded(MotetError):
+    """The tenant has used up its `tokens_per_second` and `burst`, and its policy lets no more of its requests wait.
+
+    `retry_after` is when the quota would let such a request through, in seconds, if no other came before it.
     """
 
     def __init__(self, message: str, *, retry_after: float) -> None:

@@ -157,8 +157,8 @@ class SamplingParams(Frozen):
 class TenantPolicy(Frozen):
     """What one tenant may do. Frozen; an unknown key or a value out of range is an error.
 
-    At work today: `max_priority`, `adapters` and `prefix_group`. The others are checked and kept, but nothing is
-    scheduled or refused by them yet.
+    `weight` and `max_running` are checked and kept, but nothing is scheduled by them yet. What is refused costs
+    nothing: no part of a quota, no place.
     """
 
     weight: float = Field(default=1.0, gt=0.0)
@@ -168,13 +168,23 @@ class TenantPolicy(Frozen):
     """Most of its requests that run in one step. None: no limit. Not at work yet."""
 
     max_waiting: int | None = Field(default=None, ge=0)
-    """Most of its requests that wait. None: no limit. Not at work yet."""
+    """Most of its requests that wait, be it for a place among those that run (`EngineConfig.max_num_seqs`, less what
+    other tenants take) or for its own quota; one more is `QueueFull`, or `QuotaExceeded` if the quota is why it would
+    wait. 0: what cannot run at once is refused. Each of a request's n outputs counts, but the last that is let in may
+    have any number. None: no limit."""
+
+    max_waiting_tokens: int | None = Field(default=None, ge=1)
+    """Most prompt tokens of its requests that have not begun to run, as `EngineConfig.max_waiting_tokens`."""
 
     tokens_per_second: float | None = Field(default=None, gt=0.0)
-    """Prompt and output tokens that it may use, over time. None: no limit. Not at work yet."""
+    """Prompt and output tokens that it may use, over time, cached ones included. A request begins when the quota has
+    tokens for its prompt, or is full; until then it is delayed and holds up no other tenant's. Output tokens of all
+    its n outputs are charged as they are made, and may run into debt, for which the tenant's next requests wait. A
+    delayed request may be aborted and has its deadline like any other. A change holds for what waits, too. None: no
+    limit."""
 
     burst: int | None = Field(default=None, ge=1)
-    """Tokens that it may save up under `tokens_per_second`. None: those of one second. Not at work yet."""
+    """Tokens that it may save up under `tokens_per_second`. None: those of one second."""
 
     max_priority: int | None = None
     """Largest `priority` that its requests may have; a larger one is InvalidRequest. None: no limit."""

@@ -54,12 +54,14 @@ BOOKKEEPING = [
     "lora/refusals.py",
     "lora/source.py",
     "lora/tiers.py",
+    "runtime/admission.py",
     "runtime/block_hash.py",
     "runtime/block_pool.py",
     "runtime/engine_core.py",
     "runtime/intake.py",
     "runtime/kv_cache_manager.py",
     "runtime/meter.py",
+    "runtime/places.py",
     "runtime/policy.py",
     "runtime/request.py",
     "runtime/scheduler.py",
@@ -67,6 +69,7 @@ BOOKKEEPING = [
     "runtime/statistics.py",
     "runtime/step_budget.py",
     "runtime/tenants.py",
+    "runtime/token_bucket.py",
 ]
 
 MAX_LINES = 400

@@ -16,6 +16,7 @@ from motet.kernels.ops import select_ops
 from motet.lora.arena import AdapterArena
 from motet.lora.loader import AdapterLoader
 from motet.lora.pool import AdapterPool
+from motet.runtime.admission import Admission
 from motet.runtime.block_pool import BlockPool
 from motet.runtime.chat_template import ChatTemplate
 from motet.runtime.engine_core import EngineCore
@@ -41,10 +42,11 @@ KV_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Runtime:
-    """A loaded engine, as its thread drives it. `intake` and `adapters` may be used from any thread."""
+    """A loaded engine, as its thread drives it. `intake`, `admission` and `adapters` may be used from any thread."""
 
     core: EngineCore
     intake: Intake
+    admission: Admission
     adapters: AdapterPool
     adapter_loader: AdapterLoader
     """Not started yet."""
@@ -117,9 +119,17 @@ def build_runtime(
         kv_format=(str(ops.dtype), f"{ops.name}:{config.block_size}"),
         seed=config.seed,
     )
+    admission = Admission(
+        intake.tenants,
+        max_num_seqs=config.max_num_seqs,
+        max_waiting=config.max_waiting,
+        max_waiting_tokens=config.max_waiting_tokens,
+        clock=intake.clock,
+    )
     return Runtime(
         EngineCore(scheduler, runner, depth=depth),
         intake,
+        admission,
         adapters,
         adapter_loader,
         loaded.tokenizer,

@@ -29,6 +29,9 @@ PROMPT = "prompt"
 ADAPTER = "adapter"
 """The prerequisite of a request whose adapter is not on the device."""
 
+QUOTA = "quota"
+"""The prerequisite of a request that its tenant's quota delays."""
+
 
 class EngineLoop:
     """One loaded engine.
@@ -77,13 +80,19 @@ class EngineLoop:
     @property
     def next_deadline(self) -> float | None:
         """When `turn` must be called although nothing else happens, on `time.monotonic`'s scale."""
-        return self._core.scheduler.next_deadline
+        times = self._core.scheduler.next_deadline, self.runtime.admission.next_release
+        return min((when for when in times if when is not None), default=None)
 
     def turn(self) -> None:
-        """Ends what is overdue, then runs one step if there is work. Raises what fails for all requests."""
+        """Ends what is overdue, lets in what its quota allows, then runs one step if there is work.
+
+        Raises what fails for all requests.
+        """
         for group_id in self._core.scheduler.expired(time.monotonic()):
             error = DeadlineExceeded("the request's deadline passed before it was done")
             self.finish(group_id, FinishReason.TIMEOUT, error)
+        for request in self.runtime.admission.release():
+            self._core.scheduler.unblock(request, QUOTA)
         deltas = self._step() if self.has_work else []
         self._keeper.count(deltas)
         self._meter.statistics = self._keeper.snapshot()  # before anyone hears of the step
@@ -130,12 +139,14 @@ class EngineLoop:
         plan = self._core.last_plan
         assert plan is not None
         seconds = time.monotonic() - start
+        self.runtime.admission.begin(plan.new)
         self._core.scheduler.step_budget.observe(plan, seconds)
         self._meter.step(plan, seconds)
         return deltas
 
     def _tell(self, deltas: Sequence[Delta]) -> None:
         self._meter.count(deltas)
+        self.runtime.admission.count(deltas)
         self._deliver(deltas)
 
     def _post_prompt(self, request: Request, encoded: Encoded | BaseException) -> None:
@@ -154,6 +165,8 @@ class EngineLoop:
             if encoded.bad_words:
                 request.sampling = self.runtime.intake.forbid(request.sampling, encoded.bad_words)
             request.set_prompt(prompt, Detokenizer(self._tokenizer, prompt, request.params))
+            if not self.runtime.admission.pay(request):
+                request.prerequisites.add(QUOTA)
         except MotetError as error:
             self.finish(request.request_id, FinishReason.ERROR, error)
         except BaseException as exc:  # whatever a tokenizer may raise concerns this request alone

@@ -91,8 +91,12 @@ class EngineThread:
         stop_at = float("inf") if drain is None else time.monotonic() + drain
         with self._gate:
             self._stop_at = stop_at if self._stop_at is None else min(self._stop_at, stop_at)
-        with suppress(MotetError):
-            self._post(lambda loop: None)  # wakes the thread
+        self.wake()
+
+    def wake(self) -> None:
+        """Has the thread look again at when it must do what."""
+        with suppress(MotetError):  # it has ended, and does nothing any more
+            self._post(lambda loop: None)
 
     @property
     def is_stopping(self) -> bool:

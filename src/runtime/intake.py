@@ -19,6 +19,7 @@ from motet.runtime.tenants import Tenants
 if TYPE_CHECKING:
     from motet.lora.generation import AdapterLease
     from motet.runtime.models.generation_defaults import GenerationDefaults
+    from motet.runtime.places import Place
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Intake:
         adapter: AdapterLease | None,
         priority: int,
         deadline: float | None,
+        place: Place | None = None,
     ) -> Request:
         """A blocked request without its prompt. `deadline` is in seconds from now.
 
@@ -84,6 +86,7 @@ class Intake:
             tenant=tenant,
             sharing_scope=self.tenants.sharing_scope(tenant),
             adapter=adapter,
+            place=place,
             sibling_ids=tuple(next(self._request_ids) for _ in range(1, params.n)),
             priority=priority,
             deadline=float("inf") if deadline is None else self.clock() + deadline,

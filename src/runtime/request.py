@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from motet.lora.adapter import AdapterRef
     from motet.lora.generation import AdapterLease
     from motet.runtime.detokenizer import Detokenizer
+    from motet.runtime.places import Place
 
 Clock = Callable[[], float]
 
@@ -79,6 +80,8 @@ class Request:
     tenant: str = "default"
     adapter: AdapterLease | None = None
     """Its hold on its adapter; None: the base model alone."""
+    place: Place | None = None
+    """Where `Admission` counts it and its siblings; None: nowhere."""
     group_id: int = -1
     """The `request_id` of its group's first, by which the SDK knows them all. Given none, it is its own."""
     index: int = 0

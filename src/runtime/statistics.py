@@ -23,7 +23,7 @@ class EngineStats:
     waiting: int = 0
     """Preempted ones included."""
     blocked: int = 0
-    """Waiting for something named, such as their prompt's tokens."""
+    """Waiting for something named: their prompt's tokens, their adapter, their tenant's quota."""
     preemptions: int = 0
     """Total since the start."""
     kv_blocks_total: int = 0
@@ -47,6 +47,24 @@ class EngineStats:
     """Which kernels compute: "reference", or "cpu" with its build and the quantization, as `cpu (avx2, int8)`."""
 
 
+class Pace:
+    """How far events lie apart, over the last ones."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=32)
+
+    def tick(self, now: float) -> None:
+        """One more of them."""
+        self._times.append(now)
+
+    @property
+    def seconds(self) -> float:
+        """Between two of them; 1 while that is unknown."""
+        if len(self._times) < 2:
+            return 1.0
+        return (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+
+
 class StatisticsKeeper:
     """Counts what cannot be read off the scheduler. The engine thread owns it."""
 
@@ -56,7 +74,7 @@ class StatisticsKeeper:
         self._clock = clock
         self._tokens: deque[tuple[float, int]] = deque()
         self._num_tokens = 0  # their sum: adding them up anew in each step would show
-        self._ends: deque[float] = deque(maxlen=32)
+        self._ends = Pace()
         self._per_adapter: Counter[str] = Counter()
         self._per_tenant: Counter[str] = Counter()
 
@@ -65,7 +83,7 @@ class StatisticsKeeper:
         self._per_tenant[request.tenant] += 1
 
     def leave(self, request: Request) -> None:
-        self._ends.append(self._clock())
+        self._ends.tick(self._clock())
         for counter, key in ((self._per_adapter, request.adapter_name), (self._per_tenant, request.tenant)):
             counter[key] -= 1
             if not counter[key]:
@@ -89,9 +107,7 @@ class StatisticsKeeper:
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             prefix_query_tokens=scheduler.prefix_query_tokens,
             tokens_per_second=self._rate(),
-            seconds_per_request=(self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-            if len(self._ends) > 1
-            else 1.0,
+            seconds_per_request=self._ends.seconds,
             per_adapter=dict(self._per_adapter),
             per_tenant=dict(self._per_tenant),
             backend=self._backend,

@@ -11,7 +11,7 @@ from motet.params import TenantPolicy
 class Tenants:
     """Policies by tenant; one without a policy may all and shares with nobody. Any thread may use it.
 
-    A policy is replaced whole and holds for the requests that begin afterwards.
+    A policy is replaced whole. What is decided here holds for the requests that begin afterwards.
     """
 
     def __init__(self) -> None:
@@ -19,6 +19,9 @@ class Tenants:
 
     def set_policy(self, tenant: str, policy: TenantPolicy) -> None:
         self._policies[tenant] = policy
+
+    def policy(self, tenant: str) -> TenantPolicy | None:
+        return self._policies.get(tenant)
 
     def check(self, tenant: str, adapter: str | None, priority: int) -> None:
         """Raises AdapterNotAllowed or InvalidRequest if the tenant may not make such a request."""

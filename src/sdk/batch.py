@@ -11,7 +11,7 @@ import anyio
 from anyio.lowlevel import checkpoint
 
 from motet.config import EngineConfig
-from motet.errors import DeadlineExceeded, InvalidRequest, MotetError, QueueFull
+from motet.errors import DeadlineExceeded, InvalidRequest, MotetError, QueueFull, QuotaExceeded
 from motet.params import SamplingParams
 from motet.sdk.arguments import MIN_DEADLINE, check_arguments
 from motet.sdk.outputs import Completion
@@ -83,8 +83,8 @@ async def _run(begin: Callable[[int], TokenStream], index: int) -> Result:
         try:
             async with begin(index) as stream:
                 return await stream.result()
-        except QueueFull as full:
-            await anyio.sleep(min(max(full.retry_after, SHORTEST_WAIT), LONGEST_WAIT))
+        except (QueueFull, QuotaExceeded) as refusal:
+            await anyio.sleep(min(max(refusal.retry_after, SHORTEST_WAIT), LONGEST_WAIT))
         except MotetError as error:
             return error
 

@@ -129,9 +129,9 @@ class AsyncEngine:
         shared only inside a tenant or its group. Larger `priority` is served first. `deadline`: seconds from now.
         `request_id`: a name for `abort` and logs; None makes one.
 
-        Raises InvalidRequest, PromptTooLong, AdapterNotFound, AdapterNotAllowed, QueueFull, EngineClosed,
-        EngineDead. What needs the prompt's tokens, when it is text, or an adapter that is not on the device
-        (AdapterNotFound, AdapterLoadError), is raised by the first `__anext__` instead.
+        Raises InvalidRequest, PromptTooLong, AdapterNotFound, AdapterNotAllowed, QueueFull, QuotaExceeded,
+        EngineClosed, EngineDead. What needs the prompt's tokens, when it is text, or an adapter that is not on the
+        device (AdapterNotFound, AdapterLoadError), is raised by the first `__anext__` instead.
         """
         session, _ = self._running()
         return session.begin(
@@ -221,8 +221,8 @@ class AsyncEngine:
         """The results of any number of prompts, in their order; only as many are live at once as keep the engine busy.
 
         `params` and `adapter`: one for all, or one per prompt. A prompt that fails is an error in its place:
-        whatever `stream` or its tokens raise. A full queue is waited for. `deadline`: seconds from now, for all.
-        `request_id`: the requests are named `{request_id}-0`, `{request_id}-1`, ... `progress` shows a bar on
+        whatever `stream` or its tokens raise. A full queue or quota is waited for. `deadline`: seconds from now, for
+        all. `request_id`: the requests are named `{request_id}-0`, `{request_id}-1`, ... `progress` shows a bar on
         stderr (needs the package rich). Cancelled, it aborts all.
 
         Raises InvalidRequest for prompts that are no list, and for lists of different lengths; EngineClosed
@@ -308,13 +308,15 @@ class AsyncEngine:
     def set_tenant(self, name: str, policy: TenantPolicy) -> None:
         """Sets what a tenant may do, in place of what it might before; for the requests that begin from now on.
 
-        See `TenantPolicy` for what is at work today. Policies end with the engine: a restarted one has none.
+        A quota (`tokens_per_second`, `burst`) holds for those that wait for it, too. Policies end with the engine: a
+        restarted one has none.
         """
-        _, runtime = self._running()
+        session, runtime = self._running()
         check_name(name, "a tenant's name")
         if not isinstance(policy, TenantPolicy):
             raise InvalidRequest(f"policy must be a TenantPolicy, not {type(policy).__name__}")
-        runtime.intake.tenants.set_policy(name, policy)
+        runtime.admission.set_policy(name, policy)
+        session.thread.wake()
 
     # -- insight -----------------------------------------------------------------------------------------
 

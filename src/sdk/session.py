@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from motet.config import EngineConfig
-from motet.errors import EngineClosed, MotetError, QueueFull
+from motet.errors import EngineClosed, MotetError
 from motet.params import SamplingParams
 from motet.runtime.chat_template import Chat, Prompt
 from motet.sdk.arguments import as_ids, check_arguments, check_prompt_type
@@ -18,6 +18,7 @@ from motet.sdk.loops import current_loop
 from motet.sdk.stream import TokenStream
 
 if TYPE_CHECKING:  # torch is behind these, or they are not needed before an engine starts
+    from motet.lora.generation import AdapterLease
     from motet.runtime.engine_loop import EngineLoop
     from motet.runtime.engine_thread import EngineThread
     from motet.runtime.request import Request
@@ -39,7 +40,6 @@ class Session:
         """Raises InvalidRequest if another engine of its name lives on the same metrics registry."""
         from motet.runtime.engine_thread import EngineThread
 
-        self._config = config
         self._process = os.getpid()
         self.num_starters = 0
         """Calls of `start` that wait for it or have got it."""
@@ -109,33 +109,25 @@ class Session:
             runtime.intake.check_length(len(prompt), params)  # before work that a huge one would make long
             prompt = as_ids(prompt)
             runtime.intake.check_ids(prompt, "the prompt")
-        self._check_room()
         name = request_id if request_id is not None else os.urandom(8).hex()
-        lease = runtime.adapters.acquire(adapter) if adapter is not None else None
+        place = runtime.admission.enter(tenant, params.n, len(prompt) if isinstance(prompt, list) else None)
+        lease: AdapterLease | None = None
         try:
+            lease = runtime.adapters.acquire(adapter) if adapter is not None else None
             request = runtime.intake.make_request(
                 params,
                 tenant=tenant,
                 adapter=lease,
                 priority=priority,
                 deadline=deadline,
+                place=place,
             )
             return self._open(name, request, prompt)
         except BaseException:
+            runtime.admission.leave(place)
             if lease is not None:
                 runtime.adapters.release(lease)
             raise
-
-    def _check_room(self) -> None:
-        """Raises QueueFull if as many requests wait as may."""
-        live, config = len(self.delivery.ids), self._config
-        if config.max_waiting is not None and live >= config.max_num_seqs + config.max_waiting:
-            retry_after = self.serving.statistics.seconds_per_request
-            raise QueueFull(
-                f"{live} requests are live: max_num_seqs ({config.max_num_seqs}) may run and "
-                f"max_waiting ({config.max_waiting}) may wait; try again in {retry_after:.1f} s",
-                retry_after=retry_after,
-            )
 
     def _open(self, name: str, request: Request, prompt: Prompt) -> TokenStream:
         """Begins a request. Raises InvalidRequest if the name is that of a live one, EngineClosed, EngineDead."""

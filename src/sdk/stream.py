@@ -32,7 +32,8 @@ class TokenStream:
 
     It ends normally only when the request ended normally (stop, length); otherwise `__anext__` raises what
     ended it, after all tokens that came before: `DeadlineExceeded`, `EngineClosed`, `EngineDead`,
-    `InvalidRequest`, `PromptTooLong`, `RequestFailed`; after a cancel or abort at once `RequestAborted`.
+    `InvalidRequest`, `PromptTooLong`, `QueueFull`, `QuotaExceeded`, `RequestFailed`; after a cancel or
+    abort at once `RequestAborted`.
 
     With n > 1 the tokens of all outputs come as they are made: `Token.index` says which output each belongs to.
     The stream ends when all have ended; whatever ends one before its time ends all.

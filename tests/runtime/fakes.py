@@ -37,6 +37,7 @@ from motet.runtime.scheduler_output import (
 
 if TYPE_CHECKING:
     from motet.runtime.detokenizer import Detokenizer
+    from motet.runtime.places import Place
 
 VOCAB_SIZE = 13
 RULES = LogitsRules(repetition_penalty=1.5)
@@ -121,6 +122,7 @@ def make_request(
     clock: Callable[[], float] | None = None,
     detokenizer: FakeDetokenizer | None = None,
     rules: LogitsRules | None = None,
+    place: Place | None = None,
 ) -> Request:
     """A request with its prompt; ids are also the order of arrival. Each adapter slot has a digest of its own.
 
@@ -143,6 +145,7 @@ def make_request(
         deadline=deadline,
         tenant=tenant,
         adapter=AdapterLease(Generation("adapter"), adapter_slot) if adapter_slot >= 0 else None,
+        place=place,
         group_id=group_id,
         sibling_ids=tuple(range(request_id + 1, request_id + n)),
         root_hash=root_hash(b"model", "float32", "fake", digest, f"tenant:{tenant}"),

@@ -17,6 +17,8 @@ async def settled(engine: AsyncEngine, *, within: float = 20.0) -> None:
     assert all(info.in_use == 0 for info in engine.adapters())
     runtime.core.scheduler.check_integrity()
     runtime.adapters.check_integrity()
+    runtime.admission.check_integrity()
+    assert runtime.admission._all.live == 0 and not runtime.admission._to_begin
 
 
 async def until(condition, *, within: float = 20.0) -> None:
