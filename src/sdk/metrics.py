@@ -28,6 +28,7 @@ from motet.lora.generation import Residency
 
 if TYPE_CHECKING:
     from motet.lora.pool import AdapterPool
+    from motet.runtime.admission import Admission
     from motet.runtime.engine_thread import EngineThread
     from motet.runtime.meter import Histogram, Meter
 
@@ -131,6 +132,8 @@ class _Families:
                 "Requests that wait for something named, such as their prompt's tokens",
             ),
             (counter, "requests_finished", "Requests that ended, by how", "reason"),
+            (counter, "requests_refused", "Requests that found no place in a queue, by why", "reason"),
+            (counter, "requests_delayed", "Requests that had to wait for their tenant's quota"),
             (counter, "preemptions", "Times a running request gave its KV blocks to another"),
             (gauge, "kv_blocks", "KV blocks that the engine has"),
             (gauge, "kv_blocks_used", "KV blocks that requests hold"),
@@ -175,6 +178,7 @@ class _Families:
         self._add_statistics(engine, meter)
         self._add_meter(engine, meter)
         if loop is not None:
+            self._add_admission(engine, loop.runtime.admission)
             self._add_adapters(engine, loop.runtime.adapters)
 
     def _add_statistics(self, engine: str, meter: Meter) -> None:
@@ -208,6 +212,11 @@ class _Families:
                 self._value(f"{kind}_requests", tally.requests, engine, name)
                 self._value(f"{kind}_prompt_tokens", tally.prompt_tokens, engine, name)
                 self._value(f"{kind}_output_tokens", tally.output_tokens, engine, name)
+
+    def _add_admission(self, engine: str, admission: Admission) -> None:
+        for reason, times in admission.refused.items():
+            self._value("requests_refused", times, engine, reason)
+        self._value("requests_delayed", admission.num_delayed, engine)
 
     def _add_adapters(self, engine: str, pool: AdapterPool) -> None:
         for name in ("loads", "reloads", "evictions"):

@@ -23,8 +23,11 @@ from motet import (
     EngineDead,
     InvalidRequest,
     ModelNotFound,
+    QueueFull,
+    QuotaExceeded,
     RequestAborted,
     SamplingParams,
+    TenantPolicy,
 )
 from motet.sdk.metrics import EngineCollector, collector_of
 from tests.sdk.checks import settled
@@ -357,6 +360,28 @@ async def test_a_dead_engine_is_seen_as_down_until_it_is_closed(
         await engine.aclose()
         assert engines_in(scrape(registry)) == {"b"}
         await other.generate([5], SHORT)
+
+
+@pytest.mark.anyio
+async def test_what_is_refused_or_delayed_is_counted(tiny_folder: Path, registry: CollectorRegistry):
+    config = named("a", max_num_seqs=1, max_waiting=1)
+    async with AsyncEngine(tiny_folder, config, registry=registry) as engine:
+        engine.set_tenant("x", TenantPolicy(tokens_per_second=20.0, burst=2, max_waiting=1))
+        first, delayed = (engine.stream([5, 6], SHORT, tenant="x") for _ in range(2))
+        for tenant, error in (("x", QueueFull), ("y", QueueFull)):
+            with pytest.raises(error):
+                engine.stream([5], SHORT, tenant=tenant)
+        await first.result()
+        with pytest.raises(QuotaExceeded):
+            engine.stream([5], SHORT, tenant="x")
+        await delayed.result()
+        series = scrape(registry)
+    assert value(series, "requests_delayed_total", engine="a") == 1
+    refused = {why: value(series, "requests_refused_total", engine="a", reason=why) for why in REFUSALS}
+    assert refused == {"queue_full": 2, "quota_exceeded": 1}
+
+
+REFUSALS = ("queue_full", "quota_exceeded")
 
 
 @pytest.mark.anyio
