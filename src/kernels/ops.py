@@ -134,16 +134,17 @@ class Ops(ABC):
         """What `pack` gives: a weight of this shape, [N, K], by one of the methods below."""
         return pack()
 
-    @abstractmethod
-    def pack_linear(self, weight: Tensor) -> LinearWeight:
-        """The weight [N, K] D as this backend likes it best, in memory of its own: the weight's may be a file's."""
+    def packs(self, weights: Sequence[Tensor]) -> bool:
+        """Whether `pack_linear` and `pack_table` take these as they are; else they are given one weight in D."""
+        return len(weights) == 1 and (weights[0].dtype, weights[0].device) == (self.dtype, self.device)
 
     @abstractmethod
-    def pack_table(self, table: Tensor) -> LinearWeight:
-        """An embedding's table [V, H] D, for `embedding` and, where the output head is tied to it, `linear`.
+    def pack_linear(self, *weights: Tensor) -> LinearWeight:
+        """Weights under each other as this backend likes them best: [sum of N, K] D, in memory of its own."""
 
-        In memory of its own, too.
-        """
+    @abstractmethod
+    def pack_table(self, *tables: Tensor) -> LinearWeight:
+        """As `pack_linear`, for `embedding` and, where the output head is tied to the table, `linear`."""
 
     def pack_blocks(self, parts: Sequence[Blocks]) -> LinearWeight | None:
         """Weights under each other, all of one K, as one [sum of N, K] for `linear` and `embedding`: exactly these.

@@ -52,11 +52,13 @@ class ReferenceOps(Ops):
         self._gathered = torch.empty(0, 0, dtype=dtype, device=device)
         """Where `paged_attention` gathers K and V. Kept: the system takes and clears new megabytes slowly."""
 
-    def pack_linear(self, weight: Tensor) -> Tensor:
+    def pack_linear(self, *weights: Tensor) -> Tensor:
         # The same [N, K], stored column by column: MKL's products with 4 to 63 rows run twice as fast so.
+        (weight,) = weights
         return weight.t().contiguous().t()
 
-    def pack_table(self, table: Tensor) -> Tensor:
+    def pack_table(self, *tables: Tensor) -> Tensor:
+        (table,) = tables
         return table.clone()
 
     def unpack_linear(self, weight: Tensor) -> Tensor:

@@ -121,14 +121,35 @@ int64_t place(const bf16* packed, int64_t column, int64_t k, int64_t inner) {
   return (column / kPanel * depth_of(packed, inner) + k / 2 * 2) * kPanel + column % kPanel * 2 + k % 2;
 }
 
-template <class W>
-void pack(Threads& threads, const W* weight, int64_t columns, int64_t inner, W* packed) {
-  const int64_t depth = depth_of(weight, inner);
+// What lies together along K is 32 bits: of these a row of a square holds as many as lanes, rounded to W.
+MOTET_INLINE void load_row(const float* weight, float* to) { std::memcpy(to, weight, sizeof(vf)); }
+MOTET_INLINE void load_row(const bf16* weight, bf16* to) { std::memcpy(to, weight, sizeof(vf)); }
+MOTET_INLINE void load_row(const bf16* weight, float* to) { store(to, load(weight)); }
+MOTET_INLINE void load_row(const float* weight, bf16* to) {
+  store(to, load(weight));
+  store(to + kLanes, load(weight + kLanes));
+}
+
+template <class From, class W>
+void pack(Threads& threads, const From* weight, int64_t columns, int64_t inner, W* packed) {
+  constexpr int64_t kUnit = 4 / sizeof(W), kSide = kLanes * kUnit;
+  const int64_t depth = depth_of(packed, inner), squares = inner / kSide;
   threads.run(num_panels(columns), [&](int64_t panel) {
     const int64_t first = panel * kPanel;
-    std::memset(packed + first * depth, 0, kPanel * depth * sizeof(W));
-    for (int64_t n = first; n < first + kPanel && n < columns; n++)
-      for (int64_t k = 0; k < inner; k++) packed[place(packed, n, k, inner)] = weight[n * inner + k];
+    const int width = panel_width(columns, first);
+    if (width < kPanel || depth > inner) std::memset(packed + first * depth, 0, kPanel * depth * sizeof(W));
+    for (int64_t k = 0; k < squares * kSide; k += kSide)
+      for (int lane = 0; lane < kPanel; lane += kLanes) {
+        vu square[kLanes] = {};
+        for (int i = 0; i < kLanes && lane + i < width; i++)
+          load_row(weight + (first + lane + i) * inner + k, (W*)&square[i]);
+        transpose(square);
+        for (int i = 0; i < kLanes; i++)
+          std::memcpy(packed + place(packed, first + lane, k + i * kUnit, inner), &square[i], sizeof(vu));
+      }
+    for (int64_t n = first; n < first + width; n++)
+      for (int64_t k = squares * kSide; k < inner; k++)
+        assign(packed[place(packed, n, k, inner)], to_float(weight[n * inner + k]));
   });
 }
 
@@ -158,8 +179,12 @@ using namespace motet;
     linear(*threads, Product{x, rows, inner, columns, bias, y}, w);                                              \
   }                                                                                                              \
   MOTET_RECORDABLE(motet_linear_##SUFFIX)                                                                        \
-  MOTET_API void motet_pack_##SUFFIX(Threads* threads, const W* weight, int64_t columns, int64_t inner,          \
-                                     W* packed) {                                                                \
+  MOTET_API void motet_pack_##SUFFIX##_f32(Threads* threads, const float* weight, int64_t columns,               \
+                                    int64_t inner, W* packed) {                                                  \
+    pack(*threads, weight, columns, inner, packed);                                                              \
+  }                                                                                                              \
+  MOTET_API void motet_pack_##SUFFIX##_bf16(Threads* threads, const bf16* weight, int64_t columns,               \
+                                    int64_t inner, W* packed) {                                                  \
     pack(*threads, weight, columns, inner, packed);                                                              \
   }                                                                                                              \
   MOTET_API void motet_unpack_##SUFFIX(Threads* threads, const W* packed, int64_t columns, int64_t inner,        \

@@ -144,26 +144,33 @@ class CpuOps(Ops):
     def packed(self, shape: tuple[int, int], pack: Callable[[], PackedWeight]) -> PackedWeight:
         return pack() if self._packed_file is None else self._packed_file.packed(shape, pack)
 
-    def pack_linear(self, weight: Tensor) -> PackedWeight:
-        return self._pack(weight, self._quantization)
+    def packs(self, weights: Sequence[Tensor]) -> bool:
+        whole = all(len(weight) % self._panels.columns == 0 for weight in weights[:-1])  # no panel is of two
+        return whole and all(weight.dtype in FORMATS and weight.device == self.device for weight in weights)
 
-    def pack_table(self, table: Tensor) -> PackedWeight:
+    def pack_linear(self, *weights: Tensor) -> PackedWeight:
+        return self._pack(weights, self._quantization)
+
+    def pack_table(self, *tables: Tensor) -> PackedWeight:
         # 8 bits in int4, too: errors of the table, and of the head that is tied to it, meet no later layer.
-        return self._pack(table, "int8" if self._quantization == "int4" else self._quantization)
+        return self._pack(tables, "int8" if self._quantization == "int4" else self._quantization)
 
-    def _pack(self, weight: Tensor, quantization: Quantization | None) -> PackedWeight:
-        columns, inner = weight.shape
-        weight = weight.contiguous()
-        suffix = FORMATS[weight.dtype]
+    def _pack(self, weights: Sequence[Tensor], quantization: Quantization | None) -> PackedWeight:
+        columns, inner = sum(map(len, weights)), weights[0].shape[1]
         if quantization == "int8":
             packed = self._panels.int8(columns, inner, INT8_GROUP)
-            self._run(f"pack_int8_{suffix}", weight, columns, inner, packed.data, packed.scales)
         elif quantization == "int4":
             packed = self._panels.int4(columns, inner, INT4_GROUP)
-            self._run(f"pack_int4_{suffix}", weight, columns, inner, packed.group, packed.data)
         else:
-            packed = self._panels.floats(columns, inner, weight.dtype)
-            self._run(f"pack_{suffix}", weight, columns, inner, packed.data)
+            packed = self._panels.floats(columns, inner, self.dtype)
+        first = 0
+        for weight in weights:
+            op, memory = (
+                f"pack_{packed.format}_{FORMATS[weight.dtype]}",
+                self._panels.memory_from(first, packed),
+            )
+            self._run(op, weight.contiguous(), *weight.shape, *packed.grouping, *memory)
+            first += len(weight)
         return packed
 
     def pack_blocks(self, parts: Sequence[Blocks]) -> PackedWeight | None:

@@ -154,6 +154,24 @@ MOTET_INLINE auto max(V x) {
   return decltype(x[0] + 0)(max(x, lanes_from<1>(x))[0]);
 }
 
+// Lane j of square[i] and lane i of square[j] change places: shuffled as cards are, each round moves a bit of the row's
+// number behind those of the lane's.
+MOTET_INLINE void transpose(vu (&square)[kLanes]) {
+  vi low, high;
+  for (int i = 0; i < kLanes; i++) {
+    low[i] = i / 2 + i % 2 * kLanes;
+    high[i] = low[i] + kLanes / 2;
+  }
+  for (int round = 1; round < kLanes; round *= 2) {
+    vu shuffled[kLanes];
+    for (int i = 0; i < kLanes / 2; i++) {
+      shuffled[2 * i] = __builtin_shuffle(square[i], square[i + kLanes / 2], low);
+      shuffled[2 * i + 1] = __builtin_shuffle(square[i], square[i + kLanes / 2], high);
+    }
+    std::memcpy(square, shuffled, sizeof shuffled);
+  }
+}
+
 // Rounds to the nearest whole number, halves to even. |x| < 2^22.
 MOTET_INLINE vf round_even(vf x) {
   const vf shift = splat(12582912.0f);  // 1.5 * 2^23

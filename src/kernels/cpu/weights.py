@@ -89,6 +89,11 @@ class Panels:
         data = self.memory.empty(self._whole(columns) * -(-inner // group) * bytes_per_column, torch.uint8)
         return PackedWeight("int4", data, columns, inner, group=group)
 
+    def memory_from(self, column: int, weight: PackedWeight) -> tuple[Tensor, ...]:
+        """A weight's memory from a column on that begins a panel."""
+        padded = self._whole(weight.columns)
+        return tuple(tensor[column * len(tensor) // padded :] for tensor in weight.memory)
+
     def _whole(self, columns: int) -> int:
         return _whole(columns, self.columns)
 

@@ -39,11 +39,11 @@ class Matrix:
         rows, columns = self._values.shape
         return rows, columns
 
-    def pack(self, pack_values: Callable[[Tensor], LinearWeight]) -> LinearWeight:
+    def pack(self, pack_values: Callable[..., LinearWeight]) -> LinearWeight:
         """As the backend likes it: the checkpoint's own blocks if all came in these and it can, else the values."""
         return self._ops.packed(self.shape, lambda: self._pack(pack_values))
 
-    def _pack(self, pack_values: Callable[[Tensor], LinearWeight]) -> LinearWeight:
+    def _pack(self, pack_values: Callable[..., LinearWeight]) -> LinearWeight:
         stored = [source for source in self._sources if isinstance(source, StoredTensor)]
         if self._ops.keeps_blocks:
             blocks = [source.blocks() for source in stored if source.blocks is not None]
@@ -52,10 +52,10 @@ class Matrix:
             for source in stored:
                 if source.blocks is not None:
                     logger.info("a matrix in %s becomes %s", source.dtype, self._ops.dtype)
-        if len(stored) == 1 == len(self._sources) and stored[0].blocks is None:
-            values = stored[0].read()
-            if (values.dtype, values.device) == (self._ops.dtype, self._ops.device):
-                return pack_values(values)
+        if all(source.blocks is None for source in stored):
+            weights = [_values(source) for source in self._sources]
+            if self._ops.packs(weights):
+                return pack_values(*weights)
         values = torch.empty(self.shape, dtype=self._ops.dtype, device=self._ops.device)
         rows = torch.split(values, [len(part) for part in self._parts])
         for filling, target in zip(self._sources, rows, strict=True):
@@ -63,16 +63,17 @@ class Matrix:
         return pack_values(values)
 
     def _write(self, source: StoredTensor | Tensor | None, target: Tensor) -> None:
-        assert source is not None, "packed before all was loaded"
-        if isinstance(source, Tensor):
-            values = source
-        elif source.blocks is not None and self._ops.expand_blocks(source.blocks(), target):
+        blocks = source.blocks if isinstance(source, StoredTensor) else None
+        if blocks is not None and self._ops.expand_blocks(blocks(), target):
             return
-        else:
-            values = source.read()
-        pieces = (torch.split(tensor.reshape(-1), PIECE) for tensor in (target, values))
+        pieces = (torch.split(tensor.reshape(-1), PIECE) for tensor in (target, _values(source)))
         for to, piece in zip(*pieces, strict=True):
             to.copy_(piece)
+
+
+def _values(source: StoredTensor | Tensor | None) -> Tensor:
+    assert source is not None, "packed before all was loaded"
+    return source if isinstance(source, Tensor) else source.read()
 
 
 @dataclass(frozen=True)

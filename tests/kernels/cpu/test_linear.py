@@ -61,6 +61,18 @@ def test_packing_loses_nothing(make_ops: MakeOps, dtype: torch.dtype, shape: tup
 
 
 @DTYPES
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("columns", [(96, 192, 7), (3,)], ids=str)
+def test_weights_under_each_other_are_packed_as_if_they_were_one_in_the_backends_dtype(
+    make_ops: MakeOps, dtype: torch.dtype, stored: torch.dtype, columns: tuple[int, ...]
+) -> None:
+    ops = make_ops(dtype)
+    weights = [random(n, 83, dtype=stored, seed=n) for n in columns]
+    assert ops.packs(weights)
+    assert torch.equal(ops.unpack_linear(ops.pack_linear(*weights)), torch.cat(weights).to(dtype))
+
+
+@DTYPES
 def test_a_weight_that_is_a_view_is_packed_as_it_is_seen(make_ops: MakeOps, dtype: torch.dtype) -> None:
     ops = make_ops(dtype)
     weight = random(40, 30, dtype=dtype).t()
