@@ -29,7 +29,7 @@ from motet.runtime.models.loader import load_model
 from motet.runtime.policy import POLICIES
 from motet.runtime.request import Request
 from motet.runtime.scheduler import Scheduler
-from motet.runtime.tokenizer import TokenizerSource
+from motet.runtime.tokenizer import Tokenizer
 
 logger = logging.getLogger("motet")
 
@@ -50,7 +50,7 @@ class Runtime:
     adapters: AdapterPool
     adapter_loader: AdapterLoader
     """Not started yet."""
-    tokenizer: TokenizerSource
+    tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     model_info: ModelInfo
 

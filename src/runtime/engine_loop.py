@@ -56,10 +56,8 @@ class EngineLoop:
         this = weakref.proxy(self)  # no cycle: the weights go when the loop goes
         self.runtime = build_runtime(model, config, lambda request: this._release(request))
         self._core = self.runtime.core
-        self._tokenizer = self.runtime.tokenizer.build()
-        self._texts = TokenizerThread(
-            self.runtime.tokenizer.build(), self.runtime.chat_template, self._post_prompt
-        )
+        self._tokenizer = self.runtime.tokenizer
+        self._texts = TokenizerThread(self._tokenizer, self.runtime.chat_template, self._post_prompt)
         self.runtime.adapter_loader.start(partial(_fail, post))
         self._keeper = StatisticsKeeper(self._core.scheduler, self.runtime.model_info.backend)
         meter.statistics = self._keeper.snapshot()

@@ -1,14 +1,12 @@
 """Text to token ids and back, through the `tokenizers` library.
 
-A `TokenizerSource` is read once with the model; each thread builds a `Tokenizer` of its own from it, because
-the library refuses to share one between threads ("Already borrowed").
+The library lets threads share a tokenizer as long as none changes it ("Already borrowed", it says else), so a
+`Tokenizer` is changed only while it is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -20,9 +18,12 @@ from motet.runtime.gguf_tokenizer import gguf_tokenizer
 
 
 class Tokenizer:
-    """One thread's tokenizer."""
+    """A model's tokenizer. Any number of threads may use it at once."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        # The file may carry the settings of a training run, which would cut or pad every prompt.
+        backend.no_truncation()
+        backend.no_padding()
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         unknown: str | None = getattr(backend.model, "unk_token", None)
@@ -31,6 +32,23 @@ class Tokenizer:
         self.byte_token_ids: frozenset[int] = frozenset(_byte_token_ids(backend))
         """Tokens of byte fallback, `<0x00>` to `<0xFF>`. The decoder turns a whole run of them into text
         at once: characters if all of the run is valid UTF-8, else U+FFFD for every byte."""
+
+    @classmethod
+    def from_folder(cls, folder: str | PathLike[str]) -> Tokenizer:
+        """From a Hugging Face folder. Raises `UnsupportedModel` if it has no `tokenizer.json`, `CorruptCheckpoint`."""
+        path = Path(folder, "tokenizer.json")
+        if not path.is_file():
+            raise UnsupportedModel(
+                f"{folder} has no tokenizer.json, the only tokenizer file that motet reads. Make one with "
+                "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+            )
+        return cls(_from_json(path.read_text(encoding="utf-8")))
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer:
+        """From a GGUF file's metadata; errors as for `gguf_tokenizer`."""
+        with collections_paused():  # the merges are 100,000 tuples
+            return cls(gguf_tokenizer(metadata))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with those that the model wants around every prompt (BOS, say) if `add_special_tokens`.
@@ -81,48 +99,6 @@ class Tokenizer:
         if token_id in self._special_token_ids:
             return not skip_special_tokens
         return self._backend.id_to_token(token_id) is not None
-
-
-class TokenizerSource:
-    """Makes a model's tokenizer, as often as there are threads that need one. Any thread may build from it."""
-
-    def __init__(self, make: Callable[[], tokenizers.Tokenizer]) -> None:
-        """make: is called at once, for the first to build from this, so that it raises what is wrong with the files."""
-        self._make = make
-        self._made = [self._make_one()]
-
-    @classmethod
-    def from_folder(cls, folder: str | PathLike[str]) -> TokenizerSource:
-        """From a Hugging Face folder. Raises `UnsupportedModel` if it has no `tokenizer.json`, `CorruptCheckpoint`."""
-        path = Path(folder, "tokenizer.json")
-        if not path.is_file():
-            raise UnsupportedModel(
-                f"{folder} has no tokenizer.json, the only tokenizer file that motet reads. Make one with "
-                "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-            )
-        return cls(partial(_from_json, path.read_text(encoding="utf-8")))
-
-    @classmethod
-    def from_gguf(cls, metadata: Mapping[str, object]) -> TokenizerSource:
-        """From a GGUF file's metadata; errors as for `gguf_tokenizer`."""
-        return cls(partial(gguf_tokenizer, metadata))
-
-    def build(self) -> Tokenizer:
-        """A tokenizer for the calling thread alone (0.1 s for 49k tokens, the first one less)."""
-        with suppress(IndexError):
-            return _tokenizer(self._made.pop())
-        return _tokenizer(self._make_one())
-
-    def _make_one(self) -> tokenizers.Tokenizer:
-        with collections_paused():  # the merges are as many tuples
-            return self._make()
-
-
-def _tokenizer(backend: tokenizers.Tokenizer) -> Tokenizer:
-    # The file may carry the settings of a training run, which would cut or pad every prompt.
-    backend.no_truncation()
-    backend.no_padding()
-    return Tokenizer(backend)
 
 
 def _from_json(text: str) -> tokenizers.Tokenizer:

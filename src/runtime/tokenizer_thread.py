@@ -28,7 +28,7 @@ END_PATIENCE = 10.0
 
 
 class TokenizerThread:
-    """A thread with a tokenizer of its own (one cannot be shared between threads).
+    """A thread beside the engine's, so that a long text holds up no step.
 
     `take` is called on it with each request and what was encoded, or with what the tokenizer or the chat template
     raised. `chat_template` may be None if no conversation is ever submitted.

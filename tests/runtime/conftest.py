@@ -12,7 +12,7 @@ from torch import Tensor
 
 from motet.runtime.forward_batch import ForwardBatch
 from motet.runtime.recorded_steps import RecordedSteps
-from motet.runtime.tokenizer import TokenizerSource
+from motet.runtime.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -30,8 +30,8 @@ def demo_tokenizer_metadata(demo_gguf: Path) -> dict[str, object]:
 
 
 @pytest.fixture(scope="session")
-def demo_tokenizer_source(demo_tokenizer_metadata: dict[str, object]) -> TokenizerSource:
-    return TokenizerSource.from_gguf(demo_tokenizer_metadata)
+def demo_tokenizer(demo_tokenizer_metadata: dict[str, object]) -> Tokenizer:
+    return Tokenizer.from_gguf(demo_tokenizer_metadata)
 
 
 @pytest.fixture

@@ -301,10 +301,10 @@ def test_a_models_folder_tells_its_template(tiny_folder: Path):
 def test_the_demo_models_prompt_is_that_of_transformers():
     demo = GGUFFile(find_model("demo"))
     theirs = PreTrainedTokenizerFast(
-        tokenizer_object=demo.tokenizer().build()._backend, chat_template=TEMPLATES["smollm2"]
+        tokenizer_object=demo.tokenizer()._backend, chat_template=TEMPLATES["smollm2"]
     )
     for messages in CONVERSATIONS.values():
         if all("content" in message for message in messages):
             expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
             text = demo.chat_template().render(Chat(messages))
-            assert demo.tokenizer().build().encode(text, add_special_tokens=False) == expected
+            assert demo.tokenizer().encode(text, add_special_tokens=False) == expected

@@ -13,7 +13,7 @@ from tokenizers import decoders, models
 
 from motet.params import SamplingParams
 from motet.runtime.detokenizer import Detokenizer, IncrementalDecoder
-from motet.runtime.tokenizer import Tokenizer, TokenizerSource
+from motet.runtime.tokenizer import Tokenizer
 from tests.runtime.small_tokenizers import BYTE_ID, FALLBACK_TOKENS, byte_fallback, byte_level
 
 HARD_TEXTS = [
@@ -27,11 +27,6 @@ HARD_TEXTS = [
 
 
 BYTE_LEVEL, BYTE_FALLBACK = byte_level(), byte_fallback()
-
-
-@pytest.fixture(scope="session")
-def demo(demo_tokenizer_source: TokenizerSource) -> Tokenizer:
-    return demo_tokenizer_source.build()
 
 
 def added_text(
@@ -91,25 +86,25 @@ def test_byte_fallback_deltas_joined_are_what_the_ids_add_to_the_prompt(
 
 
 @pytest.fixture(scope="session")
-def demo_ids(demo: Tokenizer) -> st.SearchStrategy[list[int]]:
-    return id_lists(demo)
+def demo_ids(demo_tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
+    return id_lists(demo_tokenizer)
 
 
 @given(st.data(), st.booleans())
 @settings(max_examples=200, deadline=None)
 def test_demo_deltas_joined_are_what_the_ids_add_to_the_prompt(
-    demo: Tokenizer, demo_ids: st.SearchStrategy[list[int]], data: st.DataObject, skip: bool
+    demo_tokenizer: Tokenizer, demo_ids: st.SearchStrategy[list[int]], data: st.DataObject, skip: bool
 ) -> None:
-    check_against_full_decode(demo, data.draw(demo_ids), data.draw(demo_ids), skip)
+    check_against_full_decode(demo_tokenizer, data.draw(demo_ids), data.draw(demo_ids), skip)
 
 
 @pytest.mark.slow
 @given(st.data(), st.booleans())
 @settings(max_examples=5000, deadline=None)
 def test_deltas_joined_are_what_the_ids_add_to_the_prompt_in_thousands(
-    demo: Tokenizer, demo_ids: st.SearchStrategy[list[int]], data: st.DataObject, skip: bool
+    demo_tokenizer: Tokenizer, demo_ids: st.SearchStrategy[list[int]], data: st.DataObject, skip: bool
 ) -> None:
-    check_against_full_decode(demo, data.draw(demo_ids), data.draw(demo_ids), skip)
+    check_against_full_decode(demo_tokenizer, data.draw(demo_ids), data.draw(demo_ids), skip)
     for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK):
         ids = id_lists(tokenizer, max_size=80)
         check_against_full_decode(tokenizer, data.draw(ids), data.draw(ids), skip)
@@ -130,8 +125,8 @@ def test_text_is_shown_as_soon_as_its_characters_are_complete(text: str, prompt_
 
 @pytest.mark.parametrize("text", HARD_TEXTS)
 @pytest.mark.parametrize("which", ["demo", "byte-level", "byte-fallback"])
-def test_case_1_no_delta_holds_part_of_a_character(demo: Tokenizer, which: str, text: str) -> None:
-    tokenizer = {"demo": demo, "byte-level": BYTE_LEVEL, "byte-fallback": BYTE_FALLBACK}[which]
+def test_case_1_no_delta_holds_part_of_a_character(demo_tokenizer: Tokenizer, which: str, text: str) -> None:
+    tokenizer = {"demo": demo_tokenizer, "byte-level": BYTE_LEVEL, "byte-fallback": BYTE_FALLBACK}[which]
     ids = tokenizer.encode(text)
     assert which == "demo" or any("\ufffd" in tokenizer.decode([i], True) for i in ids), "no character is cut"
     for cut in range(len(ids)):  # the prompt, too, may end anywhere
@@ -265,18 +260,18 @@ def test_case_3_every_cut_into_tokens_gives_the_same_stop(
     ],
 )
 def test_case_3_stop_strings_over_several_real_tokens(
-    demo: Tokenizer, stops: list[str], text: str, expected: tuple[str, str | None]
+    demo_tokenizer: Tokenizer, stops: list[str], text: str, expected: tuple[str, str | None]
 ) -> None:
-    prompt, ids = demo.encode("Q: what?\nA:"), demo.encode(text)
-    texts, stop = deltas(demo, prompt, ids, stop=stops)
+    prompt, ids = demo_tokenizer.encode("Q: what?\nA:"), demo_tokenizer.encode(text)
+    texts, stop = deltas(demo_tokenizer, prompt, ids, stop=stops)
     assert ("".join(texts), stop) == expected
-    with_stop, _ = deltas(demo, prompt, ids, stop=stops, include_stop=True)
+    with_stop, _ = deltas(demo_tokenizer, prompt, ids, stop=stops, include_stop=True)
     assert "".join(with_stop) == expected[0] + (expected[1] or "")
 
 
-def test_case_3_a_stop_string_does_not_match_the_prompt(demo: Tokenizer) -> None:
-    prompt = demo.encode("say ST")
-    texts, stop = deltas(demo, prompt, demo.encode("OP it"), stop=["STOP"])
+def test_case_3_a_stop_string_does_not_match_the_prompt(demo_tokenizer: Tokenizer) -> None:
+    prompt = demo_tokenizer.encode("say ST")
+    texts, stop = deltas(demo_tokenizer, prompt, demo_tokenizer.encode("OP it"), stop=["STOP"])
     assert ("".join(texts), stop) == ("OP it", None)
 
 
@@ -289,20 +284,20 @@ def test_a_stop_string_in_what_the_last_token_flushes_still_stops() -> None:
     assert ("".join(text for text, _ in [*texts, last]), last.stop) == ("ab", "👋")
 
 
-def test_case_4_a_stop_string_before_min_tokens_is_text(demo: Tokenizer) -> None:
-    ids = demo.encode("one\ntwo\nthree\nfour")
-    newlines = [n for n, i in enumerate(ids, 1) if "\n" in demo.decode([i], True)]
+def test_case_4_a_stop_string_before_min_tokens_is_text(demo_tokenizer: Tokenizer) -> None:
+    ids = demo_tokenizer.encode("one\ntwo\nthree\nfour")
+    newlines = [n for n, i in enumerate(ids, 1) if "\n" in demo_tokenizer.decode([i], True)]
     assert len(newlines) == 3
-    texts, stop = deltas(demo, [], ids, stop=["\n"], min_tokens=newlines[1] - 1)
+    texts, stop = deltas(demo_tokenizer, [], ids, stop=["\n"], min_tokens=newlines[1] - 1)
     assert ("".join(texts), stop, len(texts)) == ("one\ntwo", "\n", newlines[1])
-    texts, stop = deltas(demo, [], ids, stop=["\n"], min_tokens=newlines[1])
+    texts, stop = deltas(demo_tokenizer, [], ids, stop=["\n"], min_tokens=newlines[1])
     assert ("".join(texts), stop, len(texts)) == ("one\ntwo\nthree", "\n", newlines[2])
 
 
-def test_case_5_one_token_that_is_the_last_gives_all_its_text(demo: Tokenizer) -> None:
-    ids = demo.encode("STOP")
-    texts, stop = deltas(demo, [], ids[:1], stop=["STOP!"])
-    assert ("".join(texts), stop) == (demo.decode(ids[:1], True), None)
+def test_case_5_one_token_that_is_the_last_gives_all_its_text(demo_tokenizer: Tokenizer) -> None:
+    ids = demo_tokenizer.encode("STOP")
+    texts, stop = deltas(demo_tokenizer, [], ids[:1], stop=["STOP!"])
+    assert ("".join(texts), stop) == (demo_tokenizer.decode(ids[:1], True), None)
 
 
 def test_a_fork_goes_on_by_itself() -> None:
@@ -322,18 +317,20 @@ def test_a_fork_goes_on_by_itself() -> None:
     [(False, True, "hi"), (False, False, "hi"), (True, True, "hi"), (True, False, "hi<|im_end|>")],
 )
 def test_a_stop_token_has_text_only_with_include_stop(
-    demo: Tokenizer, include_stop: bool, skip_special_tokens: bool, expected: str
+    demo_tokenizer: Tokenizer, include_stop: bool, skip_special_tokens: bool, expected: str
 ) -> None:
     params = SamplingParams(include_stop=include_stop, skip_special_tokens=skip_special_tokens)
-    detokenizer = Detokenizer(demo, [], params)
-    (hi,), (end,) = demo.encode("hi"), demo.encode("<|im_end|>")
+    detokenizer = Detokenizer(demo_tokenizer, [], params)
+    (hi,), (end,) = demo_tokenizer.encode("hi"), demo_tokenizer.encode("<|im_end|>")
     text = detokenizer.push(hi).text + detokenizer.push(end, is_stop_token=True, last=True).text
     assert text == expected
 
 
-def test_a_stop_token_of_ordinary_text_is_left_out_and_what_was_held_comes_out(demo: Tokenizer) -> None:
-    detokenizer = Detokenizer(demo, [], SamplingParams(stop="Hello World"))
-    ids = demo.encode("Hello world")
+def test_a_stop_token_of_ordinary_text_is_left_out_and_what_was_held_comes_out(
+    demo_tokenizer: Tokenizer,
+) -> None:
+    detokenizer = Detokenizer(demo_tokenizer, [], SamplingParams(stop="Hello World"))
+    ids = demo_tokenizer.encode("Hello world")
     assert detokenizer.push(ids[0]).text == ""
     assert detokenizer.push(ids[1], is_stop_token=True, last=True) == ("Hello", None)
 

@@ -12,7 +12,7 @@ import sentencepiece
 from transformers import AutoTokenizer
 
 from motet.errors import CorruptCheckpoint
-from motet.runtime.tokenizer import Tokenizer, TokenizerSource
+from motet.runtime.tokenizer import Tokenizer
 
 TEXTS = [
     "Hello, world!",
@@ -80,7 +80,7 @@ def metadata_of(model: Any, **changes: object) -> dict[str, object]:
 
 
 def build(metadata: dict[str, object]) -> Tokenizer:
-    return TokenizerSource.from_gguf(metadata).build()
+    return Tokenizer.from_gguf(metadata)
 
 
 @pytest.fixture(scope="module")
@@ -185,4 +185,4 @@ def test_ids_are_those_of_transformers_from_the_same_file(
 
 def test_an_unknown_token_outside_the_vocabulary_is_an_error(with_prefix: Any) -> None:
     with pytest.raises(CorruptCheckpoint, match="UNKNOWN token but its unknown_token_id is 5000"):
-        TokenizerSource.from_gguf(metadata_of(with_prefix, unknown_token_id=5000))
+        Tokenizer.from_gguf(metadata_of(with_prefix, unknown_token_id=5000))

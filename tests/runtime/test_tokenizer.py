@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from motet.errors import CorruptCheckpoint, InvalidRequest, UnsupportedModel
-from motet.runtime.tokenizer import Tokenizer, TokenizerSource
+from motet.runtime.tokenizer import Tokenizer
 from tests.runtime.small_tokenizers import byte_fallback, byte_level
 from tests.tiny import tiny_tokenizer
 
@@ -39,11 +39,6 @@ TEXTS = [
     "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𐍈 \U0010ffff",
 ]
 UNUSUAL_DIGITS = ["½ ² Ⅷ ٣٤٥ १२३", "a  1", "a   12\n\n3", "\t\t7 up", "  42"]
-
-
-@pytest.fixture(scope="module")
-def demo(demo_tokenizer_source: TokenizerSource) -> Tokenizer:
-    return demo_tokenizer_source.build()
 
 
 @pytest.fixture(scope="module")
@@ -92,19 +87,19 @@ def write_gguf(path: Path, metadata: dict[str, object]) -> None:
     writer.close()
 
 
-def test_demo_ids_equal_those_of_transformers(demo: Tokenizer, demo_gguf: Path) -> None:
+def test_demo_ids_equal_those_of_transformers(demo_tokenizer: Tokenizer, demo_gguf: Path) -> None:
     oracle = AutoTokenizer.from_pretrained(demo_gguf.parent, gguf_file=demo_gguf.name)
-    assert [demo.has_text(len(oracle) + i, False) for i in (-1, 0)] == [True, False]
+    assert [demo_tokenizer.has_text(len(oracle) + i, False) for i in (-1, 0)] == [True, False]
     for text in TEXTS:
-        ids = demo.encode(text)
+        ids = demo_tokenizer.encode(text)
         assert ids == oracle(text).input_ids, text
         for skip in (True, False):
             decoded = oracle.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-            assert demo.decode(ids, skip) == decoded
+            assert demo_tokenizer.decode(ids, skip) == decoded
 
 
 def test_smollm_cuts_digits_as_its_own_tokenizer_json_does(
-    demo: Tokenizer, demo_tokenizer_metadata: dict[str, object]
+    demo_tokenizer: Tokenizer, demo_tokenizer_metadata: dict[str, object]
 ) -> None:
     # transformers ignores `pre: smollm` and so differs from SmolLM2's tokenizer.json where a run of spaces
     # meets a digit, and at digits that are not ASCII; that file's pre-tokenizer is Digits, then ByteLevel.
@@ -120,7 +115,7 @@ def test_smollm_cuts_digits_as_its_own_tokenizer_json_does(
     )
     for text in [*TEXTS, *UNUSUAL_DIGITS]:
         if "<|" not in text:
-            assert demo.encode(text) == oracle.encode(text).ids, text
+            assert demo_tokenizer.encode(text) == oracle.encode(text).ids, text
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "dbrx", "smaug-bpe", "tekken", "gpt-4o"])
@@ -131,7 +126,7 @@ def test_pre_tokenizers_equal_those_of_transformers(
     metadata = {**small_metadata, "tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": bos}
     write_gguf(tmp_path / "m.gguf", metadata)
     oracle = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
-    tokenizer = TokenizerSource.from_gguf(metadata).build()
+    tokenizer = Tokenizer.from_gguf(metadata)
     for text in [*TEXTS, *UNUSUAL_DIGITS, "a<|endoftext|>b <|end|>"]:
         ids = oracle(text, add_special_tokens=False).input_ids
         assert tokenizer.encode(text) == [0] * bos + ids, text
@@ -148,18 +143,18 @@ def test_qwen2_equals_the_tokenizer_class_of_transformers(small_metadata: dict[s
         eos_token=None,
         pad_token=None,
     )
-    tokenizer = TokenizerSource.from_gguf({**small_metadata, "tokenizer.ggml.pre": "qwen2"}).build()
+    tokenizer = Tokenizer.from_gguf({**small_metadata, "tokenizer.ggml.pre": "qwen2"})
     for text in [*TEXTS, *UNUSUAL_DIGITS]:
         if "<|" not in text:
             assert tokenizer.encode(text) == oracle(text).input_ids, text
 
 
 def test_default_cuts_punctuation_apart_and_digits_in_threes(small_metadata: dict[str, object]) -> None:
-    tokenizer = TokenizerSource.from_gguf(small_metadata).build()  # no `pre` means "default"
+    tokenizer = Tokenizer.from_gguf(small_metadata)  # no `pre` means "default"
     pieces = ["a", " ", "!!!???...", " ", " ", "123", "456", "789", "0", " ", "3", ".", "141", "59", " end"]
     whole = tokenizer.encode("".join(pieces))
     assert whole == [i for piece in pieces for i in tokenizer.encode(piece)]
-    as_gpt2 = TokenizerSource.from_gguf({**small_metadata, "tokenizer.ggml.pre": "gpt-2"}).build()
+    as_gpt2 = Tokenizer.from_gguf({**small_metadata, "tokenizer.ggml.pre": "gpt-2"})
     assert whole != as_gpt2.encode("".join(pieces))
 
 
@@ -177,9 +172,9 @@ def test_bos_and_eos_are_added_as_the_metadata_says(
     small_metadata: dict[str, object], pre: str, flags: dict[str, bool], around: tuple[list[int], list[int]]
 ) -> None:
     metadata = {**small_metadata, "tokenizer.ggml.pre": pre}
-    plain = TokenizerSource.from_gguf({**metadata, "tokenizer.ggml.add_bos_token": False}).build()
+    plain = Tokenizer.from_gguf({**metadata, "tokenizer.ggml.add_bos_token": False})
     metadata |= {f"tokenizer.ggml.{name}": value for name, value in flags.items()}
-    tokenizer = TokenizerSource.from_gguf(metadata).build()
+    tokenizer = Tokenizer.from_gguf(metadata)
     assert tokenizer.encode("Hello") == [*around[0], *plain.encode("Hello"), *around[1]]
 
 
@@ -193,7 +188,7 @@ def test_llama_3_takes_a_piece_that_is_a_token_without_merges(pre: str, expected
         "tokenizer.ggml.merges": [],
         "tokenizer.ggml.add_bos_token": False,
     }
-    assert TokenizerSource.from_gguf(metadata).build().encode("abc") == expected
+    assert Tokenizer.from_gguf(metadata).encode("abc") == expected
 
 
 def test_user_defined_tokens_are_kept_whole_and_shown(small_metadata: dict[str, object]) -> None:
@@ -206,7 +201,7 @@ def test_user_defined_tokens_are_kept_whole_and_shown(small_metadata: dict[str, 
         "tokenizer.ggml.tokens": [*tokens, "<tool call>"],
         "tokenizer.ggml.token_type": [*types, 4],
     }
-    tokenizer = TokenizerSource.from_gguf(metadata).build()
+    tokenizer = Tokenizer.from_gguf(metadata)
     assert tokenizer.encode("<tool call><|end|>") == [tool, 1]
     assert tokenizer.decode([tool, 1], skip_special_tokens=True) == "<tool call>"
     assert tokenizer.decode([tool, 1], skip_special_tokens=False) == "<tool call><|end|>"
@@ -243,7 +238,7 @@ def test_unusable_metadata_is_a_typed_error(
 ) -> None:
     metadata = small_metadata | {f"tokenizer.ggml.{key}": value for key, value in change.items()}
     with pytest.raises(error) as raised:
-        TokenizerSource.from_gguf(metadata)
+        Tokenizer.from_gguf(metadata)
     for word in words:
         assert word in str(raised.value)
 
@@ -262,7 +257,7 @@ def test_folder_tokenizer_adds_what_its_post_processor_says_and_ignores_truncati
     backend.enable_truncation(4)
     backend.enable_padding(length=8)
     backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = TokenizerSource.from_folder(tmp_path).build()
+    tokenizer = Tokenizer.from_folder(tmp_path)
     backend.no_truncation()
     backend.no_padding()
     text = "Hello, world! 👋"
@@ -273,27 +268,24 @@ def test_folder_tokenizer_adds_what_its_post_processor_says_and_ignores_truncati
 
 def test_folder_without_tokenizer_json_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="save_pretrained"):
-        TokenizerSource.from_folder(tmp_path)
+        Tokenizer.from_folder(tmp_path)
 
 
 def test_damaged_tokenizer_json_is_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
     with pytest.raises(CorruptCheckpoint, match=r"tokenizer\.json"):
-        TokenizerSource.from_folder(tmp_path).build()
+        Tokenizer.from_folder(tmp_path)
 
 
-def test_case_24_text_that_is_no_unicode_is_an_invalid_request(demo: Tokenizer) -> None:
+def test_case_24_text_that_is_no_unicode_is_an_invalid_request(demo_tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="index 2"):
-        demo.encode("ab\ud800c")
-    assert demo.encode("abc")
+        demo_tokenizer.encode("ab\ud800c")
+    assert demo_tokenizer.encode("abc")
 
 
-def test_case_25_encoding_256k_characters_lets_other_threads_run(
-    demo_tokenizer_source: TokenizerSource,
-) -> None:
-    tokenizer = demo_tokenizer_source.build()
+def test_case_25_encoding_256k_characters_lets_other_threads_run(demo_tokenizer: Tokenizer) -> None:
     text = ("The quick brown fox 123 jumps, naïve 👋🏽 " * 7000)[:256_000]
-    worker = threading.Thread(target=tokenizer.encode, args=(text,))
+    worker = threading.Thread(target=demo_tokenizer.encode, args=(text,))
     lags = []
     worker.start()
     started = last = time.perf_counter()
@@ -306,28 +298,33 @@ def test_case_25_encoding_256k_characters_lets_other_threads_run(
     assert max(lags) < 0.5 * (last - started)
 
 
-def test_tokenizers_of_one_source_work_side_by_side(demo_tokenizer_source: TokenizerSource) -> None:
-    expected = demo_tokenizer_source.build().encode(TEXTS[5])
+def test_threads_share_a_tokenizer(demo_tokenizer: Tokenizer) -> None:
+    ids = demo_tokenizer.encode(TEXTS[5])
+    text = demo_tokenizer.decode(ids, skip_special_tokens=False)
     results: list[bool] = []
 
-    def work() -> None:
-        tokenizer = demo_tokenizer_source.build()
-        results.extend(tokenizer.encode(TEXTS[5]) == expected for _ in range(50))
+    def encode() -> None:
+        results.extend(
+            demo_tokenizer.encode(TEXTS[5] * 100)[: len(ids) // 2] == ids[: len(ids) // 2] for _ in range(50)
+        )
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
+    def decode() -> None:
+        results.extend(demo_tokenizer.decode(ids, skip_special_tokens=False) == text for _ in range(500))
+
+    threads = [threading.Thread(target=work) for work in (encode, decode, encode, decode)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert results == [True] * 200
+    assert results == [True] * 1100
 
 
 def test_a_process_that_forks_after_encoding_is_not_warned(tmp_path: Path) -> None:
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     backend.save(str(tmp_path / "tokenizer.json"))
     script = (
-        "import os, sys; from motet.runtime.tokenizer import TokenizerSource\n"
-        "tokenizer = TokenizerSource.from_folder(sys.argv[1]).build(); tokenizer.encode('a')\n"
+        "import os, sys; from motet.runtime.tokenizer import Tokenizer\n"
+        "tokenizer = Tokenizer.from_folder(sys.argv[1]); tokenizer.encode('a')\n"
         "if os.fork() == 0:\n    tokenizer.encode('a'); os._exit(0)\n"
         "assert os.wait()[1] == 0\n"
     )
@@ -340,19 +337,21 @@ def test_a_process_that_forks_after_encoding_is_not_warned(tmp_path: Path) -> No
 
 def test_the_demo_tokenizer_is_light(demo_tokenizer_metadata: dict[str, object]) -> None:
     started = time.thread_time()
-    TokenizerSource.from_gguf(demo_tokenizer_metadata).build()
+    Tokenizer.from_gguf(demo_tokenizer_metadata)
     assert time.thread_time() - started < 1.0  # 0.2 s on an idle machine
 
 
 # -- spellings of words ----------------------------------------------------------------------------------------
 
 
-def test_a_word_is_spelt_with_and_without_a_space_before_it(demo: Tokenizer) -> None:
+def test_a_word_is_spelt_with_and_without_a_space_before_it(demo_tokenizer: Tokenizer) -> None:
     words = ["fox", " dog", "incomprehensibility"]
-    spelt = [tuple(demo.encode(text)) for word in words for text in (word.strip(), " " + word.strip())]
-    assert demo.spellings(words) == tuple(spelt)
+    spelt = [
+        tuple(demo_tokenizer.encode(text)) for word in words for text in (word.strip(), " " + word.strip())
+    ]
+    assert demo_tokenizer.spellings(words) == tuple(spelt)
     assert len(spelt[0]) == len(spelt[1]) == 1 and len(spelt[4]) > 1
-    assert demo.spellings(()) == ()
+    assert demo_tokenizer.spellings(()) == ()
 
 
 def test_a_spelling_that_ends_with_a_shorter_one_is_left_out() -> None:

@@ -96,7 +96,7 @@ async def test_greedy_tokens_and_logprobs_are_those_of_transformers(path: Path, 
 
 def test_its_tokenizer_is_that_of_transformers(path: Path):
     oracle = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    tokenizer = GGUFFile(path).tokenizer().build()
+    tokenizer = GGUFFile(path).tokenizer()
     chat = "<start_of_turn>user\nhi<end_of_turn>\n"
     for text in [*PROMPTS, chat, "a   b\t\tc\n\n\n", "👩‍👩‍👧‍👦 <table>½", "  x"]:
         ids = oracle(text).input_ids

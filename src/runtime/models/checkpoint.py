@@ -12,7 +12,7 @@ from torch import Tensor
 
 from motet.kernels.ops import Blocks
 from motet.runtime.chat_template import ChatTemplate
-from motet.runtime.tokenizer import TokenizerSource
+from motet.runtime.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,6 @@ class Checkpoint(Protocol):
     dtypes: ClassVar[tuple[str, ...]]
     """The `StoredTensor.dtype`s that can be read."""
 
-    def tokenizer(self) -> TokenizerSource: ...
+    def tokenizer(self) -> Tokenizer: ...
 
     def chat_template(self) -> ChatTemplate | None: ...

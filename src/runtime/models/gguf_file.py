@@ -13,7 +13,7 @@ from motet.runtime.models.gguf_architecture import GGUF_ARCHITECTURES
 from motet.runtime.models.gguf_config import ROPE_TENSORS, hf_config
 from motet.runtime.models.gguf_reader import MappedGGUFReader
 from motet.runtime.models.gguf_tensors import READERS, stored_tensor
-from motet.runtime.tokenizer import TokenizerSource
+from motet.runtime.tokenizer import Tokenizer
 
 
 class GGUFFile:
@@ -46,8 +46,8 @@ class GGUFFile:
             for name, tensor in stored.items()
         }
 
-    def tokenizer(self) -> TokenizerSource:
-        return TokenizerSource.from_gguf(self.metadata)
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_gguf(self.metadata)
 
     def chat_template(self) -> ChatTemplate | None:
         return ChatTemplate.from_gguf(self.metadata)

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from motet.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
 from motet.runtime.chat_template import ChatTemplate
 from motet.runtime.models.checkpoint import StoredTensor
-from motet.runtime.tokenizer import TokenizerSource
+from motet.runtime.tokenizer import Tokenizer
 
 
 class HFFolder:
@@ -32,8 +32,8 @@ class HFFolder:
         self.generation_config: Mapping[str, Any] = _read_optional(path / "generation_config.json")
         self.tensors: Mapping[str, StoredTensor] = dict(_open_shards(path))
 
-    def tokenizer(self) -> TokenizerSource:
-        return TokenizerSource.from_folder(self._path)
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_folder(self._path)
 
     def chat_template(self) -> ChatTemplate | None:
         return ChatTemplate.from_folder(self._path, _read_optional(self._path / "tokenizer_config.json"))

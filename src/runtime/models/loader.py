@@ -26,7 +26,7 @@ from motet.runtime.models.generation_defaults import (
 from motet.runtime.models.hub import download_model, is_hub_id
 from motet.runtime.models.plugins import check_model
 from motet.runtime.models.registry import find_model_class
-from motet.runtime.tokenizer import TokenizerSource
+from motet.runtime.tokenizer import Tokenizer
 
 logger = logging.getLogger("motet")
 
@@ -43,7 +43,7 @@ class LoadedModel:
     """As the config names it."""
     num_parameters: int
     """Numbers in all weights."""
-    tokenizer: TokenizerSource
+    tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     eos_token_ids: tuple[int, ...]
     generation_defaults: GenerationDefaults

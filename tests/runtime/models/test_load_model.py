@@ -330,7 +330,7 @@ def test_what_the_files_say_of_generating_comes_with_the_model(folder: Path) -> 
     loaded = load(folder)
     assert loaded.eos_token_ids == (9, 2)
     assert loaded.generation_defaults == GenerationDefaults(do_sample=True, top_p=0.5)
-    assert loaded.tokenizer.build().encode("a") == [1]
+    assert loaded.tokenizer.encode("a") == [1]
 
 
 def test_case_29_without_a_generation_config_the_model_is_greedy_and_ends_by_its_config(folder: Path) -> None:
