@@ -98,7 +98,7 @@ int64_t num_fetches(int64_t inner) { return inner / kFetchDepth + 1; }
 template <class W>
 void panel_product(const Product& p, Rows rows, int64_t panel, const W* w, const W* next) {
   const int64_t size = depth_of(w, p.inner) * kPanel, tiles = num_tiles<kTileRows>(rows.count);
-  Ahead ahead(next, size * sizeof *w, tiles * num_fetches(p.inner));
+  Ahead ahead(next, size * sizeof *w, tiles * num_fetches(p.inner), rows.count == 1);
   const int64_t step = tiles > 1 ? 2 * equal_part((p.inner + 1) / 2, kDepth / 2) : p.inner;
   for (int64_t k = 0; k < p.inner; k += step)
     all_rows(p, rows, panel, w + k * kPanel, k, p.inner - k < step ? p.inner - k : step, ahead);

@@ -74,7 +74,7 @@ void linear(Threads& threads, const float* x, const Product<Scale>& p) {
   const int64_t bytes = round_up(p.x.inner, kQuad) * kPanel;
   for_panels(threads, p.x.rows, p.columns, [&](Rows rows, int64_t panel, int64_t next) {
     const int64_t fetches = p.x.groups * (p.x.group / kFetchDepth);
-    Ahead ahead(p.w + next * bytes, bytes, num_tiles<kTileRows>(rows.count) * fetches);
+    Ahead ahead(p.w + next * bytes, bytes, num_tiles<kTileRows>(rows.count) * fetches, rows.count <= 4);
     for_tiles<kTileRows>(rows, [&](int64_t row, auto size) { tile<size>(p, row, panel, ahead); });
   });
 }
