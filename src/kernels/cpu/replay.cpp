@@ -14,11 +14,13 @@ namespace {
 
 void replay(Threads& threads, const int64_t* program, int64_t calls) {
   using Entry = void (*)(Threads*, const int64_t*);
+  threads.in_program(true);
   for (int64_t i = 0; i < calls; i++) {
     const int64_t count = program[1];
     argument<Entry>(program[0])(&threads, program + 2);
     program += 2 + count;
   }
+  threads.in_program(false);
 }
 
 }  // namespace

@@ -12,9 +12,13 @@ namespace motet {
 
 namespace {
 
-// How often a worker looks for the next op before it sleeps: some 50 µs, more than lies between two ops of a step and
-// little enough that a neighbour process gets the core (a barrier that spins on halves both's speed).
+// How often a thread looks for the next op of a program, or for the last parts of an op, before it leaves its core to
+// others: some 100 µs. A barrier that spins on would halve a neighbour process's speed and ours.
 constexpr int kLooks = 1500;
+
+// How often a worker looks for the next op before it sleeps where Python calls them one by one: some 400 µs. A worker that
+// slept comes back when the others have done much of the op.
+constexpr int kLooksBetweenCalls = 5000;
 
 // Parts are taken several at once while many are left, fewer towards the end (guided self-scheduling, Polychronopoulos
 // and Kuck 1987): neighbours lie behind one another in memory, and a thread reads on where it was.
@@ -109,9 +113,9 @@ void Threads::share(int64_t parts, Job job) {
 
 void Threads::serve() {
   for (;;) {
-    for (int looks = 0; looks < kLooks; looks++) {
+    for (int looks = kLooks; looks > 0; looks--) {
       if (work_some())
-        looks = 0;
+        looks = in_program_.load(std::memory_order_relaxed) ? kLooks : kLooksBetweenCalls;
       else
         wait_a_moment();
     }

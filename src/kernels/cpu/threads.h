@@ -40,6 +40,9 @@ class Threads {
   // would rest, too.
   void expect(const void* from, int64_t bytes);
 
+  // Whether ops come one right behind another, as those of a program do.
+  void in_program(bool is) { in_program_.store(is, std::memory_order_relaxed); }
+
  private:
   struct Job {
     void (*call)(const void*, int64_t, int64_t);
@@ -67,6 +70,7 @@ class Threads {
   alignas(64) std::atomic<const char*> expected_{nullptr};
   std::atomic<const char*> end_of_expected_{nullptr};
   alignas(64) std::atomic<int> asleep_{0};
+  std::atomic<bool> in_program_{false};
   std::atomic<bool> closing_{false};
   std::mutex mutex_;
   std::condition_variable wake_;
